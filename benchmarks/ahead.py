@@ -120,9 +120,9 @@ class Setting(NamedTuple):
         sections = dict(MESHES[self.model][self.mesh])
         spans = sections.pop("spans", [1])
         # Rows of towers hold whole images on one rank; only language rows are shared
-        of_phase = {phase: [1] for phase in CAPACITIES} | {LANGUAGE: spans}
+        spans_by_phase = {phase: [1] for phase in CAPACITIES} | {LANGUAGE: spans}
         phases = {
-            phase: {"capacities": [slots], "spans": of_phase[phase]}
+            phase: {"capacities": [slots], "spans": spans_by_phase[phase]}
             for phase, slots in CAPACITIES.items()
         }
         data = {"batch_size": PER_DEVICE * DEVICES[self.model]}
@@ -160,25 +160,32 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
         return None
     mesh = programs.mesh
     assert isinstance(mesh, Mesh)
-    needed: dict[Kind, float] = defaultdict(float)
+    bytes_by_kind: dict[Kind, float] = defaultdict(float)
 
     def send(operation: str, layout: Layout, axes: Sequence[str], size: float) -> None:
         """Count an operation on `size` bytes, unless it has one device along the axes."""
-        count = math.prod(layout.mesh.shape[axis] for axis in axes)
-        if size and count > 1:
-            split = tuple(axis for axis in axes if layout.mesh.shape[axis] > 1)
-            needed[operation, whole_axes(split, mesh)] += SENT[operation](count) * size
+        device_count = math.prod(layout.mesh.shape[axis] for axis in axes)
+        if size and device_count > 1:
+            split_axes = tuple(axis for axis in axes if layout.mesh.shape[axis] > 1)
+            bytes_by_kind[operation, whole_axes(split_axes, mesh)] += (
+                SENT[operation](device_count) * size
+            )
 
     if name.function == "add_replicas":
-        for component, trained in programs.trained.items():
+        for component, trained_params in programs.trained.items():
             settings = programs.functions.model.components[component]
             layout = settings.layout
-            once = settings.settings.reduce == "step"
-            for leaf in leaves(trained, settings):
-                send("reduce-scatter", layout, leaf.gathered, once * 4 * leaf.size / leaf.split)
+            reduces_per_step = settings.settings.reduce == "step"
+            for leaf in leaves(trained_params, settings):
+                send(
+                    "reduce-scatter",
+                    layout,
+                    leaf.gathered,
+                    reduces_per_step * 4 * leaf.size / leaf.split,
+                )
                 shard = leaf.size / leaf.split / devices_along(layout, leaf.gathered)
                 send("all-reduce", layout, leaf.replicas, 4 * shard)
-        return dict(needed)
+        return dict(bytes_by_kind)
     if name.function not in (*FORWARD, *BACKWARD):
         return {}
     functions = programs.functions.spanned(name.subject, name.span)
@@ -187,15 +194,15 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
     passes = 2 if name.function in BOTH_PASSES else 1
     for component in model.phases[name.subject].components:
         settings = model.components[component]
-        number = jnp.dtype(settings.dtype).itemsize
+        itemsize = jnp.dtype(settings.dtype).itemsize
         scatters = backward and settings.settings.reduce == "microbatch"
         for leaf in leaves(programs.params[component], settings):
             gathers = passes if leaf.layer else 1
-            whole = number * leaf.size / leaf.split
-            send("all-gather", settings.layout, leaf.gathered, gathers * whole)
+            full_bytes = itemsize * leaf.size / leaf.split
+            send("all-gather", settings.layout, leaf.gathered, gathers * full_bytes)
         for leaf in leaves(programs.trained.get(component, {}), settings):
-            whole = number * leaf.size / leaf.split
-            send("reduce-scatter", settings.layout, leaf.gathered, scatters * whole)
+            full_bytes = itemsize * leaf.size / leaf.split
+            send("reduce-scatter", settings.layout, leaf.gathered, scatters * full_bytes)
 
     settings = model.components[name.subject]
     layout = settings.layout
@@ -203,13 +210,13 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
     stride = getattr(shapes, "stem_stride", 1)
     tokens = name.capacity * name.span / stride  # of the whole row, on all ranks that hold it
     keys_and_values = tokens * model.key_value_bytes(name.subject) / layout.size("kv_heads")
-    parts = layout.mesh_axes("sequence")
-    send("all-gather", layout, parts, passes * keys_and_values)
-    send("reduce-scatter", layout, parts, backward * keys_and_values)
+    sequence_axes = layout.mesh_axes("sequence")
+    send("all-gather", layout, sequence_axes, passes * keys_and_values)
+    send("reduce-scatter", layout, sequence_axes, backward * keys_and_values)
     activations = tokens / layout.parts * shapes.width * jnp.dtype(settings.dtype).itemsize
     sums = 2 * shapes.layers + (name.subject == LANGUAGE)  # head, lookup: one sum each
     send("all-reduce", layout, layout.mesh_axes("mlp"), passes * sums * activations)
-    return dict(needed)
+    return dict(bytes_by_kind)
 
 
 # ---------------------------------------------------------------------------- what is sent
@@ -231,24 +238,26 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """The records of a program, one for every operation and axes, in falling order of bytes
     sent."""
-    sent: dict[Kind, dict[str, float]] = {}
-    exact: dict[Kind, bool] = {}
+    sent_by_kind: dict[Kind, dict[str, float]] = {}
+    exact_by_kind: dict[Kind, bool] = {}
     for transfer in checked.transfers:
         kind = (transfer.operation, transfer.axes)
-        by_type = sent.setdefault(kind, {})
+        by_type = sent_by_kind.setdefault(kind, {})
         by_type[transfer.dtype] = by_type.get(transfer.dtype, 0) + transfer.sent_bytes
-        exact[kind] = exact.get(kind, True) and transfer.exact
-    kinds = sorted({*sent, *(needed or {})}, key=lambda kind: -sum(sent.get(kind, {}).values()))
+        exact_by_kind[kind] = exact_by_kind.get(kind, True) and transfer.exact
+    kinds = sorted(
+        {*sent_by_kind, *(needed or {})}, key=lambda kind: -sum(sent_by_kind.get(kind, {}).values())
+    )
     return [
         {
             **facts,
             "program": in_words(checked.name),
             "operation": operation,
             "axes": list(axes),
-            "bytes": sum(sent.get((operation, axes), {}).values()),
+            "bytes": sum(sent_by_kind.get((operation, axes), {}).values()),
             "needed_bytes": None if needed is None else needed.get((operation, axes), 0.0),
-            "by_type": sent.get((operation, axes), {}),
-            "exact": exact.get((operation, axes), True),
+            "by_type": sent_by_kind.get((operation, axes), {}),
+            "exact": exact_by_kind.get((operation, axes), True),
             "temporary_gb": checked.memory.temporaries / 1e9,
             "compile_seconds": checked.compile_seconds,
             "fallbacks": list(checked.fallbacks),
@@ -275,37 +284,37 @@ def measure(
         "resident_gb": resident_bytes(programs) / 1e9,
     }
     rows = []
-    failed = []
+    failures = []
     for name, job in programs.jobs.items():
         if name.function in OUTSIDE_STEPS or (only and name.function not in only):
             continue
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             checked = check_job(config, programs, name, job, chip)
         except jax.errors.JaxRuntimeError as error:
-            why = str(error).splitlines()[0]
-            failed.append(f"{setting}: {in_words(name)} does not compile: {why}")
-            print(f"error: {failed[-1]}", file=sys.stderr, flush=True)
+            reason = str(error).splitlines()[0]
+            failures.append(f"{setting}: {in_words(name)} does not compile: {reason}")
+            print(f"error: {failures[-1]}", file=sys.stderr, flush=True)
             continue
-        of_program = rows_of(facts, checked, needed_bytes(programs, name))
-        rows += of_program
-        sent = sum(row["bytes"] for row in of_program)
-        must = [row["needed_bytes"] for row in of_program]
+        program_rows = rows_of(facts, checked, needed_bytes(programs, name))
+        rows += program_rows
+        sent_bytes = sum(row["bytes"] for row in program_rows)
+        needed = [row["needed_bytes"] for row in program_rows]
         print(
-            f"{setting}: {in_words(name)}: sends {sent / 1e9:.1f} GB, needed "
-            f"{'-' if None in must else f'{sum(must) / 1e9:.1f}'}; temporary "
-            f"{checked.memory.temporaries / 1e9:.1f} GB; {time.perf_counter() - began:.0f} s",
+            f"{setting}: {in_words(name)}: sends {sent_bytes / 1e9:.1f} GB, needed "
+            f"{'-' if None in needed else f'{sum(needed) / 1e9:.1f}'}; temporary "
+            f"{checked.memory.temporaries / 1e9:.1f} GB; {time.perf_counter() - start:.0f} s",
             flush=True,
         )
         for line in checked.fallbacks:
             print(f"  {line}", flush=True)
-    return rows, failed
+    return rows, failures
 
 
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
     parser.add_argument("--model", choices=MESHES, help="default: all")
-    meshes = list(dict.fromkeys(mesh for of_model in MESHES.values() for mesh in of_model))
+    meshes = list(dict.fromkeys(mesh for model_meshes in MESHES.values() for mesh in model_meshes))
     parser.add_argument("--mesh", choices=meshes, help="default: all")
     parser.add_argument("--remat", nargs="+", default=["full"], help="of towers and decoder")
     parser.add_argument(
@@ -327,21 +336,25 @@ def main(command: Sequence[str] | None = None) -> int:
         for reduce in options.reduce
     ]
     rows: list[dict[str, Any]] = []
-    failed: list[str] = []
+    failures: list[str] = []
     for setting in settings:
         try:
-            measured, not_compiled = measure(setting, chip_of(CHIP), options.only, options.seed)
-            rows += measured
-            failed += not_compiled
+            setting_rows, setting_failures = measure(
+                setting, chip_of(CHIP), options.only, options.seed
+            )
+            rows += setting_rows
+            failures += setting_failures
         except ChipError as error:
             print(f"benchmarks.ahead compiles nothing: {error}", file=sys.stderr)
             return 2
         except USER_ERRORS as error:
-            failed.append(f"{setting}: {error}")
-            print(f"error: {failed[-1]}", file=sys.stderr, flush=True)
+            failures.append(f"{setting}: {error}")
+            print(f"error: {failures[-1]}", file=sys.stderr, flush=True)
     show(rows)
-    write_json(options.json, "ahead", options.seed, GENERATOR, chip=CHIP, rows=rows, failed=failed)
-    return 1 if failed else 0
+    write_json(
+        options.json, "ahead", options.seed, GENERATOR, chip=CHIP, rows=rows, failed=failures
+    )
+    return 1 if failures else 0
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:

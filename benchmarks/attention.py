@@ -124,8 +124,8 @@ def measure(seed: int, slots: int, blocks: list[int], repeats: int) -> list[dict
         forms[block] = programs(attention, q, k, v, mask)
     dense = HEADS * slots**2 * 4 <= DENSE_BYTES  # float32 logits
     if dense:
-        visible = visible_pairs(ids)
-        forms[0] = programs(dense_attention, q, k, v, jnp.asarray(visible))
+        visible_matrix = visible_pairs(ids)
+        forms[0] = programs(dense_attention, q, k, v, jnp.asarray(visible_matrix))
         tiles[0] = 1
     functions = {
         (name, block): run for block, passes in forms.items() for name, run in passes.items()
@@ -133,14 +133,14 @@ def measure(seed: int, slots: int, blocks: list[int], repeats: int) -> list[dict
     seconds = median_seconds({("matmul", 0): matmul(random)} | functions, repeats)
     peak = 2 * MATMUL**3 / seconds["matmul", 0]
 
-    real = ids.document > 0
-    expected = np.asarray(forms[0]["forward"]())[0, real] if dense else None
+    real_slots = ids.document > 0
+    expected = np.asarray(forms[0]["forward"]())[0, real_slots] if dense else None
     records = []
     for block, passes in forms.items():
         pairs = tiles[block] * (block or slots) ** 2
         record: dict[str, Any] = {
             "slots": slots,
-            "documents": len(np.unique(ids.document[real])),
+            "documents": len(np.unique(ids.document[real_slots])),
             "block": block,
         }
         record["tiles"] = tiles[block] if block else None
@@ -150,8 +150,8 @@ def measure(seed: int, slots: int, blocks: list[int], repeats: int) -> list[dict
             record[f"{name}_peak"] = pairs * flops / seconds[name, block] / peak
         backward = seconds["training", block] - seconds["forward", block]
         record["backward_peak"] = pairs * BACKWARD_FLOPS / backward / peak
-        out = np.asarray(passes["forward"]())[0, real]
-        record["pairs"] = visible.sum() / pairs if dense else None
+        out = np.asarray(passes["forward"]())[0, real_slots]
+        record["pairs"] = visible_matrix.sum() / pairs if dense else None
         record["difference"] = float(abs(out - expected).max()) if expected is not None else None
         records.append(record)
     return records
@@ -170,9 +170,9 @@ def measure_slope(seed: int, slots: int, block: int, repeats: int) -> dict[str, 
     tiles = []
     for length in lengths:
         segments = (np.arange(slots) // length + 1).astype(np.int32)
-        mask, visible, _ = make_mask(causal_ids(segments), block)
+        mask, tile_count, _ = make_mask(causal_ids(segments), block)
         functions[length] = partial(run, q, k, v, mask)
-        tiles.append(visible)
+        tiles.append(tile_count)
     seconds = list(median_seconds(functions, repeats).values())
     slope, constant = np.polyfit(tiles, seconds, 1)
     residual = np.array(seconds) - (constant + slope * np.array(tiles))

@@ -153,7 +153,7 @@ def measure(passes: Passes | Exception, inputs: Inputs, repeats: int) -> Measure
         "forward": _median_seconds(lambda: passes.forward(*qkv), repeats),
         "backward": _median_seconds(lambda: passes.backward(pullback, d_out), repeats),
     }
-    results, again = (
+    results, repeated_results = (
         [
             np.asarray(x, np.float32)
             for x in (passes.forward(*qkv), *passes.backward(pullback, d_out))
@@ -161,7 +161,8 @@ def measure(passes: Passes | Exception, inputs: Inputs, repeats: int) -> Measure
         for _ in range(2)
     )
     out_is_same, *gradients_are = (
-        np.array_equal(one, other) for one, other in zip(results, again, strict=True)
+        np.array_equal(result, repeated)
+        for result, repeated in zip(results, repeated_results, strict=True)
     )
     return Measured(seconds, {"forward": out_is_same, "backward": all(gradients_are)}, results)
 
@@ -191,8 +192,8 @@ def in_float32(mask: Mask, inputs: Inputs) -> list[np.ndarray]:
 def errors(results: list[np.ndarray], wants: list[np.ndarray]) -> dict[str, float]:
     """Relative error of the forward and of the backward pass."""
     out, *gradients = (
-        float(np.linalg.norm(got - want) / np.linalg.norm(want))
-        for got, want in zip(results, wants, strict=True)
+        float(np.linalg.norm(result - reference) / np.linalg.norm(reference))
+        for result, reference in zip(results, wants, strict=True)
     )
     return {"forward": out, "backward": max(gradients)}
 
@@ -209,8 +210,8 @@ def random_inputs(
     counts = (slots, keys or slots, keys or slots, slots)
     key = functools.reduce(jax.random.fold_in, seeds, jax.random.key(0))
     return tuple(
-        jax.random.normal(own, (1, count, heads_, shape.size), jnp.bfloat16)
-        for own, count, heads_ in zip(jax.random.split(key, 4), counts, heads, strict=True)
+        jax.random.normal(subkey, (1, count, head_count, shape.size), jnp.bfloat16)
+        for subkey, count, head_count in zip(jax.random.split(key, 4), counts, heads, strict=True)
     )
 
 
@@ -244,8 +245,10 @@ def record(
 
 def main() -> int:
     parser = measuring_parser(__doc__)
-    most = max(SHAPES[name].block * max(counts) for name, counts in DOCUMENTS.items())
-    parser.add_argument("--slots", type=int, nargs="+", default=SLOTS, help=f"multiples of {most}")
+    slot_multiple = max(SHAPES[name].block * max(counts) for name, counts in DOCUMENTS.items())
+    parser.add_argument(
+        "--slots", type=int, nargs="+", default=SLOTS, help=f"multiples of {slot_multiple}"
+    )
     parser.add_argument(
         "--room",
         type=int,
@@ -264,17 +267,19 @@ def main() -> int:
         inputs = random_inputs((options.seed, slots), slots, shape)
         for documents in DOCUMENTS[name]:
             mask, tiles = equal_documents(slots, documents, shape.block, shape.causal, options.room)
-            wants = in_float32(mask, inputs)
+            references = in_float32(mask, inputs)
             kernels = attends(mask, documents)
             compiled = compile_all([(attend, inputs) for attend in kernels.values()])
             for kernel, passes in zip(kernels, compiled, strict=True):
                 try:
-                    measured = measure(passes, inputs, REPEATS[kernel])
+                    measurement = measure(passes, inputs, REPEATS[kernel])
                 except Exception as reason:  # this machine does not have it, or no memory for it
                     print(f"could not run {kernel}, {slots} slots, {documents} documents: {reason}")
                     continue
-                apart = errors(measured.results, wants)
-                rows.append(record(kernel, slots, documents, tiles, measured, apart, shape))
+                relative_errors = errors(measurement.results, references)
+                rows.append(
+                    record(kernel, slots, documents, tiles, measurement, relative_errors, shape)
+                )
     title = f"bfloat16, on {jax.devices()[0].device_kind}"
     print_table(title, COLUMNS, [[row[column] for column in COLUMNS] for row in rows])
     write_json(options.json, "attention_gpu", options.seed, GENERATOR, rows=rows)

@@ -101,7 +101,7 @@ BALANCED: Mode = "phases"
 SAMPLED = SampleSize(1 << 16, fewest=2, most=128)  # batches whose lengths decide the sizes
 # Measured batches of a setting: more where batches are small, because those differ more
 MEASURED = SampleSize(1 << 16, fewest=3, most=16)
-# parts of the seeds, so that the two never share a batch
+# Parts of the seeds, so that the two never share a batch
 SAMPLE_STREAM = 1
 HELD_OUT_STREAM = 2
 GENERATOR = (
@@ -226,16 +226,16 @@ def phase_figures(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[s
     by_rank = cost.sum(axis=0)
     mean = float(item_cost.sum()) / spec.ranks
     span = plan.span.astype(np.int64)
-    largest = float((item_cost / span[plan.microbatch]).max())
+    largest_share = float((item_cost / span[plan.microbatch]).max())
     gathered = (span - 1) * plan.capacity * spec.ranks
     proxy = phase_proxy(plan, items, spec)
     return {
         "over_ideal": proxy["step_proxy_padded"]
         * spec.ranks
         / spec.flops.total(items.real, items.extra),
-        "gap_to_floor": float(by_rank.max()) / max(mean, largest),
+        "gap_to_floor": float(by_rank.max()) / max(mean, largest_share),
         "max_over_mean": float(by_rank.max()) / mean,
-        "floor": max(mean, largest) / mean,
+        "floor": max(mean, largest_share) / mean,
         "synchronised": float(cost.max(axis=1).sum()) / mean,
         "real_token_fraction": float(items.real.sum())
         / (float(plan.capacity.sum(dtype=np.int64)) * spec.ranks),
@@ -255,12 +255,12 @@ def step_figures(plan: StepPlan, batch: BatchItems, spec: PlanSpec) -> dict[str,
         figures = phase_figures(plan.phases[name], items, phase)
         if figures:
             mean = phase.flops.total(items.length, items.extra) / phase.ranks
-            real = phase.flops.linear * float(items.real.sum())
+            real_flops = phase.flops.linear * float(items.real.sum())
             amounts["ideal"] += phase.flops.total(items.real, items.extra) / phase.ranks
             amounts["mean"] += mean
             amounts["slowest"] += figures["synchronised"] * mean
-            amounts["real"] += real
-            amounts["slots"] += real / figures["real_token_fraction"]
+            amounts["real"] += real_flops
+            amounts["slots"] += real_flops / figures["real_token_fraction"]
             gathered += figures["gathered_bytes"]
     return {
         "over_ideal": step_proxy(plan, batch, spec)["step_proxy_padded"] / amounts["ideal"],
@@ -285,13 +285,13 @@ def phase_proxy(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dict[str
     length = items.length.astype(float)
     slots = np.zeros((plan.microbatches, spec.ranks))
     attention = np.zeros((plan.microbatches, spec.ranks))
-    part = length / plan.span[plan.microbatch]
-    np.add.at(slots, (plan.microbatch, plan.rank), part)
-    share = spec.flops.attention(length, items.extra) / plan.span[plan.microbatch]
-    np.add.at(attention, (plan.microbatch, plan.rank), share)
-    bare = spec.flops.linear * slots + attention
+    slot_share = length / plan.span[plan.microbatch]
+    np.add.at(slots, (plan.microbatch, plan.rank), slot_share)
+    attention_share = spec.flops.attention(length, items.extra) / plan.span[plan.microbatch]
+    np.add.at(attention, (plan.microbatch, plan.rank), attention_share)
+    unpadded = spec.flops.linear * slots + attention
     return {
-        "step_proxy": float(bare.max(axis=1, initial=0).sum()),
+        "step_proxy": float(unpadded.max(axis=1, initial=0).sum()),
         "step_proxy_padded": slowest_flops(plan, items, spec),
     }
 
@@ -308,13 +308,13 @@ def route_figures(plan: StepPlan, ranks: int) -> dict[str, float]:
 
 def padded_figures(plan: StepPlan) -> dict[str, float]:
     """Hops of the padded exchange of a plan, and the slots that it sends for each token."""
-    moved = _routed(plan, "moved_tokens")
+    moved_tokens = _routed(plan, "moved_tokens")
     slots = _routed(plan, "slots_moved")
     figures = {
         "hops": _routed(plan, "hops"),
         "slots_moved_over_needed": slots / _needed_tokens(plan),
     }
-    return figures | ({"slots_moved_over_moved": slots / moved} if moved else {})
+    return figures | ({"slots_moved_over_moved": slots / moved_tokens} if moved_tokens else {})
 
 
 def _needed_tokens(plan: StepPlan) -> float:
@@ -405,9 +405,9 @@ def main(command: Sequence[str] | None = None) -> int:
         return 1
     rows: list[dict[str, Any]] = []
     for setting in settings:
-        began = time.perf_counter()
-        usual = 1 if options.quick else MEASURED.batches(math.prod(setting))
-        batches = options.batches or usual
+        start = time.perf_counter()
+        default_batches = 1 if options.quick else MEASURED.batches(math.prod(setting))
+        batches = options.batches or default_batches
         records = measure(
             setting,
             batches,
@@ -418,7 +418,7 @@ def main(command: Sequence[str] | None = None) -> int:
             files,
         )
         print(
-            f"{setting[0]} ranks x {setting[1]} in {time.perf_counter() - began:.0f} s",
+            f"{setting[0]} ranks x {setting[1]} in {time.perf_counter() - start:.0f} s",
             file=sys.stderr,
         )
         rows += records

@@ -187,20 +187,20 @@ def measure(config: Config, steps: int, compared: str, by_phase: int) -> dict[st
                 state, by_program = train_by_program(programs, state, batch)
                 amounts[name].append(phase_amounts(batch.host, by_program))
                 continue
-            began = time.perf_counter()
+            start = time.perf_counter()
             state, metrics = programs.train(state, batch)
             jax.block_until_ready((state, metrics))
-            took = time.perf_counter() - began
+            step_seconds = time.perf_counter() - start
             if step >= WARM_UP:
-                seconds[name].append(took)
+                seconds[name].append(step_seconds)
                 for kind, flops in planned_flops(variants[name], items, batch.host, head).items():
                     predicted[kind][name].append(flops)
     return {
         "seconds": seconds,
         "predicted": predicted,
         "by_phase": {
-            name: {phase: mean._asdict() for phase, mean in mean_amounts(of_steps).items()}
-            for name, of_steps in amounts.items()
+            name: {phase: mean._asdict() for phase, mean in mean_amounts(step_amounts).items()}
+            for name, step_amounts in amounts.items()
         },
         "workload": describe(inputs.samples[0]),
     }
@@ -216,21 +216,21 @@ def planned_flops(
     """
     programs = variant.programs
     plan = plan_step(items, programs.spec)
-    of_phases = {
+    arguments_by_phase = {
         phase: (plan.phases[phase], items.phases[phase], spec)
         for phase, spec in programs.spec.phases.items()
     }
     flops = {
-        "slowest": sum(slowest_flops(*of_phase) for of_phase in of_phases.values()),
-        "all": sum(all_flops(*of_phase) for of_phase in of_phases.values()),
+        "slowest": sum(slowest_flops(*arguments) for arguments in arguments_by_phase.values()),
+        "all": sum(all_flops(*arguments) for arguments in arguments_by_phase.values()),
     }
     if jax.process_count() == 1:
         without_target = host.statistics[f"{LANGUAGE}/slots"] - host.targets
         flops["computed"] = -head * without_target
-        for phase, of_phase in of_phases.items():
+        for phase, arguments in arguments_by_phase.items():
             stride = programs.formats[phase].stride if phase in programs.formats else 1
             pairs = pairs_computed(host, phase, variant.filler.attention) * stride**2
-            flops["computed"] += computed_flops(*of_phase, pairs)
+            flops["computed"] += computed_flops(*arguments, pairs)
     return flops
 
 
@@ -242,12 +242,14 @@ def computed_flops(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, pairs: i
         full as the others.
     """
     lengths = items.length.astype(float)
-    seen = float(spec.flops.squares(lengths, items.extra)[0].sum())
+    seen_pairs = float(spec.flops.squares(lengths, items.extra)[0].sum())
     if spec.name == LANGUAGE:
-        seen /= 2  # text sees only one side of the diagonal of its square
-    unseen = pairs / seen - 1 if seen else 0.0  # computed in addition to each pair that is seen
+        seen_pairs /= 2  # text sees only one side of the diagonal of its square
+    unseen_ratio = (
+        pairs / seen_pairs - 1 if seen_pairs else 0.0
+    )  # computed in addition to each pair that is seen
     attention = float(spec.flops.attention(lengths, items.extra).sum())
-    return all_flops(plan, items, spec) + unseen * attention
+    return all_flops(plan, items, spec) + unseen_ratio * attention
 
 
 def tiles_of(host: HostStep, phase: str) -> list[int]:
@@ -266,8 +268,8 @@ def pairs_computed(host: HostStep, phase: str, attention: AttentionSpec) -> int:
 
 def classes_of(host: HostStep, phase: str) -> list[RowClass]:
     """Row class of each microbatch of a phase."""
-    of_microbatches = zip(host.capacities[phase], host.spans[phase], strict=True)
-    return [RowClass(*row_class) for row_class in of_microbatches]
+    microbatch_classes = zip(host.capacities[phase], host.spans[phase], strict=True)
+    return [RowClass(*row_class) for row_class in microbatch_classes]
 
 
 def rows_of(host: HostStep) -> set[RowsOf]:
@@ -297,17 +299,17 @@ def train_by_program(
 
     def timed(name: ProgramName) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
-            began = time.perf_counter()
+            start = time.perf_counter()
             results = jax.block_until_ready(compiled[name](*arguments))
-            seconds[name] += time.perf_counter() - began
+            seconds[name] += time.perf_counter() - start
             return results
 
         return run
 
-    watched: Any = {name: timed(name) for name in compiled}
-    programs.compiled, untimed = watched, programs.compiled
+    timed_programs: Any = {name: timed(name) for name in compiled}
+    programs.compiled, untimed_programs = timed_programs, programs.compiled
     state, _ = programs.train(state, batch)
-    programs.compiled = untimed
+    programs.compiled = untimed_programs
     return state, seconds
 
 
@@ -316,7 +318,9 @@ def phase_amounts(host: HostStep, seconds: Mapping[ProgramName, float]) -> dict[
     amounts = {
         phase: PhaseAmounts(
             seconds=sum(
-                took for name, took in seconds.items() if name.capacity and name.subject == phase
+                program_seconds
+                for name, program_seconds in seconds.items()
+                if name.capacity and name.subject == phase
             ),
             microbatches=len(rows),
             slots=host.statistics[f"{phase}/slots"],
@@ -324,8 +328,10 @@ def phase_amounts(host: HostStep, seconds: Mapping[ProgramName, float]) -> dict[
         )
         for phase, rows in host.rows.items()
     }
-    rest = sum(took for name, took in seconds.items() if not name.capacity)
-    return amounts | {REST: PhaseAmounts(rest)}
+    rest_seconds = sum(
+        program_seconds for name, program_seconds in seconds.items() if not name.capacity
+    )
+    return amounts | {REST: PhaseAmounts(rest_seconds)}
 
 
 def mean_amounts(of_steps: Sequence[Mapping[str, PhaseAmounts]]) -> dict[str, PhaseAmounts]:
@@ -347,14 +353,16 @@ def summarise(
 ) -> dict[str, Any]:
     """Medians and quartiles of the seconds of each variant, and of the ratio of the first variant
     to the second on the same batch."""
-    first, second = seconds
-    ratios = (np.array(seconds[first]) / np.array(seconds[second])).tolist()
+    first_variant, second_variant = seconds
+    ratios = (np.array(seconds[first_variant]) / np.array(seconds[second_variant])).tolist()
     return {
         **{variant: quartiles(times) for variant, times in seconds.items()},
         "ratio": quartiles(ratios),
-        "ratio_of_medians": statistics.median(seconds[first]) / statistics.median(seconds[second]),
+        "ratio_of_medians": statistics.median(seconds[first_variant])
+        / statistics.median(seconds[second_variant]),
         "predicted_ratio": {
-            kind: sum(flops[first]) / sum(flops[second]) for kind, flops in predicted.items()
+            kind: sum(flops[first_variant]) / sum(flops[second_variant])
+            for kind, flops in predicted.items()
         },
     }
 
@@ -408,12 +416,12 @@ def main(command: Sequence[str] | None = None) -> int:
         overrides = [*size, *node, *seed, *options.overrides]
         sharded = mesh_overrides(options.config, overrides, devices)
         config = load_config(options.config, [*sharded, *overrides])
-        measured = measure(config, options.steps, options.compare, options.by_phase)
+        measurements = measure(config, options.steps, options.compare, options.by_phase)
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if jax.process_index() == 0:
-        summary = summarise(measured["seconds"], measured["predicted"])
+        summary = summarise(measurements["seconds"], measurements["predicted"])
         axes = config.mesh.model_dump()
         mesh = dict(zip(axes, mesh_shape(axes, devices), strict=True))
         show(
@@ -424,7 +432,7 @@ def main(command: Sequence[str] | None = None) -> int:
             VARIANTS[options.compare],
         )
         if options.by_phase:
-            show_phases(measured["by_phase"], options.by_phase)
+            show_phases(measurements["by_phase"], options.by_phase)
         settings = {
             "config": options.config,
             "overrides": options.overrides,
@@ -445,7 +453,7 @@ def main(command: Sequence[str] | None = None) -> int:
             **settings,
             **sizes,
             **summary,
-            **measured,
+            **measurements,
         )
     return 0
 

@@ -30,6 +30,6 @@ def median_seconds(functions: Mapping[Key, Callable[[], Any]], repeats: int) -> 
     seconds: dict[Key, list[float]] = {name: [] for name in functions}
     for _ in range(repeats + 1):
         for name, function in functions.items():
-            took = call(function)
-            seconds[name].append(call(function) if took < QUICK else took)
+            duration = call(function)
+            seconds[name].append(call(function) if duration < QUICK else duration)
     return {name: statistics.median(times[1:]) for name, times in seconds.items()}

@@ -226,8 +226,8 @@ def layer_cost(work: NDArray[Any], blocks: NDArray[Any], block: int) -> NDArray[
     """
     layer = phase_layers(MODEL, "language")[1]
     # `attention` counts a causal sequence, which sees half of the pairs of its square
-    pair = 2 * layer.attention(squares=(1, 0))
-    return blocks * float(block * layer.linear(1)) + work * (block**2 * pair / TILE)
+    pair_flops = 2 * layer.attention(squares=(1, 0))
+    return blocks * float(block * layer.linear(1)) + work * (block**2 * pair_flops / TILE)
 
 
 def _over_mean(load: NDArray[Any]) -> float:
@@ -243,8 +243,8 @@ def measure(
         for name, make in ROWS.items()
     }
     records = []
-    for rank_count, (name, drawn), method in itertools.product(ranks, rows.items(), METHODS):
-        balances = [balance(method, ids, rank_count, work_of) for ids in drawn]
+    for rank_count, (name, row_ids), method in itertools.product(ranks, rows.items(), METHODS):
+        balances = [balance(method, ids, rank_count, work_of) for ids in row_ids]
         records.append(
             {
                 "tokens": tokens,
@@ -268,11 +268,11 @@ def verdict(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         cells.setdefault((record["tokens"], record["ranks"], record["generator"]), {})[
             record["method"]
         ] = record
-    equal = [cell["equal"] for cell in cells.values()]
+    equal_records = [cell["equal"] for cell in cells.values()]
     return {
-        "worst_layer": max(record["layer"] for record in equal),
-        "worst_tiles": max(record["tiles"] for record in equal),
-        "worst_plan_ms": max(record["plan_ms"] for record in equal),
+        "worst_layer": max(record["layer"] for record in equal_records),
+        "worst_tiles": max(record["tiles"] for record in equal_records),
+        "worst_plan_ms": max(record["plan_ms"] for record in equal_records),
         "cells": len(cells),
         "better": {
             method: {
@@ -303,9 +303,9 @@ def main(command: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     summary = verdict(records)
-    seen = "only themselves" if options.isolated else "what precedes them"
+    image_context = "only themselves" if options.isolated else "what precedes them"
     print_table(
-        f"max / mean over context ranks, mean of {options.seeds} seeds; images see {seen}",
+        f"max / mean over context ranks, mean of {options.seeds} seeds; images see {image_context}",
         COLUMNS,
         [
             [
@@ -319,9 +319,9 @@ def main(command: Sequence[str] | None = None) -> int:
         f"equal, worst of {summary['cells']} cells: layer {summary['worst_layer']:.4f}, tiles "
         f"{summary['worst_tiles']:.4f}, planning {summary['worst_plan_ms']:.2f} ms"
     )
-    for method, better in summary["better"].items():
+    for method, better_cells in summary["better"].items():
         print(
-            f"{method} is better in {better['layer']} cells by layer, in {better['tiles']} by tiles"
+            f"{method} is better in {better_cells['layer']} cells by layer, in {better_cells['tiles']} by tiles"
         )
     write_json(
         options.json,

@@ -96,8 +96,7 @@ SECONDS = LogUniform(1, 16)
 FRAME_RATE = 16
 CLIP_SIDES = (256, 480, 768)
 CLIP_SIDE_SHARES = (0.6, 0.3, 0.1)
-# height / width
-CLIP_RATIOS = (9 / 16, 16 / 9, 1.0)
+CLIP_RATIOS = (9 / 16, 16 / 9, 1.0)  # height / width
 CLIP_RATIO_SHARES = (0.7, 0.2, 0.1)
 MIXES = {"images": 0.0, "clips": 1.0, "mixed": 0.5}  # share of clips
 PLANNED: Mapping[str, tuple[Mode, int]] = {  # mode, and most ranks that hold a row together
@@ -111,7 +110,7 @@ ALIGNMENT = Alignment(128, small=64, smallest=32)  # whole attention blocks
 ROW_CLASSES = 4  # items are as short as 272 slots and as long as 74,240
 FRAME_TOKENS = 2  # text tokens around the place of a drawn item
 SAMPLED = 16  # batches from which sizes are chosen; and those in an epoch of the baselines
-# parts of the seeds, so that the two never share a batch
+# Parts of the seeds, so that the two never share a batch
 SAMPLE_STREAM = 1
 MEASURED_STREAM = 2
 GENERATOR = "benchmarks.diffusion.draw([seed, 2, i], items, share of clips), i < seeds"
@@ -168,14 +167,14 @@ def make_spec(
 ) -> PlanSpec:
     """Plan inputs with the sizes that a run on GPUs would choose, with the same ranks in both
     phases; up to `widest` ranks may hold a row together."""
-    most = {LANGUAGE: MOST_TEXT + FRAME_TOKENS, DIFFUSION: longest(clips)}
+    longest_by_phase = {LANGUAGE: MOST_TEXT + FRAME_TOKENS, DIFFUSION: longest(clips)}
     inputs = [
         SizingInputs(
             phase=phase,
             ranks=ranks,
             alignment=ALIGNMENT,
             slots_per_token=1,
-            longest=most[name],
+            longest=longest_by_phase[name],
             flops=flops,
             config=PhaseConfig(max_capacity=MOST_SLOTS, row_classes=ROW_CLASSES),
             spans=spans_up_to(widest, ranks),
@@ -185,10 +184,10 @@ def make_spec(
         for name, phase in make_phases(MODEL).items()
         for flops in (phase_flops(MODEL, name, TRAINED),)
     ]
-    line = np.arange(ranks, dtype=np.int32)[:, None]
-    grids = {DIFFUSION: ExchangeGrid(line, line)}
+    rank_column = np.arange(ranks, dtype=np.int32)[:, None]
+    grids = {DIFFUSION: ExchangeGrid(rank_column, rank_column)}
     node: Ints = np.arange(ranks, dtype=np.int32) // NODE
-    nodes = dict.fromkeys(most, node)
+    nodes = dict.fromkeys(longest_by_phase, node)
     return choose_sizes(samples, inputs, grids, BalanceConfig(mode=mode), nodes, "ragged")
 
 
@@ -238,15 +237,15 @@ def measure_buckets(clips: float, ranks: int, items: int, seeds: int, seed: int)
     def batch(media: Media, order: np.random.Generator) -> list[Batch]:
         nonlocal kept_pixels, kept_frames, dropped
         bucketed = bucket_media(media)
-        batches, left_over = batches_of_buckets(bucketed.kept, *_bounds())
-        kept = len(bucketed.kept)
-        kept_pixels += bucketed.pixels / kept / seeds
-        kept_frames += bucketed.frames / kept / seeds
-        dropped += (len(media) - kept + left_over) / SAMPLED / seeds
+        batches, leftover = batches_of_buckets(bucketed.kept, *_bounds())
+        kept_count = len(bucketed.kept)
+        kept_pixels += bucketed.pixels / kept_count / seeds
+        kept_frames += bucketed.frames / kept_count / seeds
+        dropped += (len(media) - kept_count + leftover) / SAMPLED / seeds
         return [batches[index] for index in order.permutation(len(batches))]
 
-    measured = _measure_epochs(batch, clips, ranks, items, seeds, seed)
-    return measured | {
+    epoch_means = _measure_epochs(batch, clips, ranks, items, seeds, seed)
+    return epoch_means | {
         "kept_pixels": kept_pixels,
         "kept_frames": kept_frames,
         "dropped_items": dropped,
@@ -260,8 +259,8 @@ def measure_padded(clips: float, ranks: int, items: int, seeds: int, seed: int) 
         del order
         return batches_of_like_sizes(media, *_bounds())
 
-    measured = _measure_epochs(batch, clips, ranks, items, seeds, seed)
-    return measured | {"kept_pixels": 1.0, "kept_frames": 1.0, "dropped_items": 0.0}
+    epoch_means = _measure_epochs(batch, clips, ranks, items, seeds, seed)
+    return epoch_means | {"kept_pixels": 1.0, "kept_frames": 1.0, "dropped_items": 0.0}
 
 
 def _measure_epochs(
@@ -289,11 +288,14 @@ def _measure_epochs(
         )
         for index in range(seeds)
     ]
-    found = {
+    values_by_name = {
         name: [epoch[name] for epoch in epochs if name in epoch]
         for name in ("real_slots", "synchronised", "over_ideal", "shapes")
     }
-    return {name: statistics.fmean(values) if values else None for name, values in found.items()}
+    return {
+        name: statistics.fmean(values) if values else None
+        for name, values in values_by_name.items()
+    }
 
 
 def _bounds() -> tuple[int, float, ItemCost]:
@@ -323,10 +325,10 @@ def main(command: Sequence[str] | None = None) -> int:
     rows = []
     for mix in options.mixes:
         for method in options.methods:
-            began = time.perf_counter()
+            start = time.perf_counter()
             arguments = (MIXES[mix], options.ranks, options.items, options.seeds, options.seed)
             rows.append({"mix": mix, "method": method} | METHODS[method](*arguments))
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - start
             print(f"{mix}, {method} in {seconds:.0f} s", file=sys.stderr)
     show(rows)
     write_json(
@@ -343,12 +345,20 @@ def main(command: Sequence[str] | None = None) -> int:
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    shares = ("real_slots", "kept_pixels", "kept_frames")
-    columns = ("mix", "method", *shares, "dropped_items", "synchronised", "over_ideal", "shapes")
+    share_names = ("real_slots", "kept_pixels", "kept_frames")
+    columns = (
+        "mix",
+        "method",
+        *share_names,
+        "dropped_items",
+        "synchronised",
+        "over_ideal",
+        "shapes",
+    )
     table = [
         [
             *(row[name] for name in columns[:2]),
-            *(_decimals(row[name]) for name in shares),
+            *(_decimals(row[name]) for name in share_names),
             f"{row['dropped_items']:.1f}",
             *(_decimals(row[name]) for name in ("synchronised", "over_ideal")),
             round(row["shapes"]),

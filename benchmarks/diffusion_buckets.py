@@ -48,8 +48,8 @@ class Media:
     @property
     def latents(self) -> Longs:
         """Slots of each item without its text, [N]."""
-        sides = ceil_divide(self.height, SIDE) * ceil_divide(self.width, SIDE)
-        return ceil_divide(self.frames, FRAMES) * sides
+        frame_slots = ceil_divide(self.height, SIDE) * ceil_divide(self.width, SIDE)
+        return ceil_divide(self.frames, FRAMES) * frame_slots
 
     @property
     def slots(self) -> Longs:
@@ -66,7 +66,7 @@ class Media:
     @classmethod
     def joined(cls, parts: Sequence[Media]) -> Media:
         columns = (column.name for column in fields(cls))
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in columns))
+        return cls(*(np.concatenate([getattr(media, name) for media in parts]) for name in columns))
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,10 @@ def bucket_sizes(side: int) -> tuple[tuple[int, int], ...]:
     for ratio in RATIOS:
         width = int(math.sqrt(area / ratio) // SIDE) * SIDE
         height = int(area / width // SIDE) * SIDE
-        near = ((0, 0), (-SIDE, 0), (SIDE, 0), (0, -SIDE), (0, SIDE))
-        candidates = [(height + more, width + wider) for more, wider in near]
+        offsets = ((0, 0), (-SIDE, 0), (SIDE, 0), (0, -SIDE), (0, SIDE))
+        candidates = [
+            (height + height_step, width + width_step) for height_step, width_step in offsets
+        ]
         sizes[min(candidates, key=lambda size: abs(size[0] * size[1] - area))] = None
     return tuple(sizes | {(width, height): None for height, width in sizes})
 
@@ -124,24 +126,29 @@ def bucket_media(media: Media) -> Bucketed:
     that it has, and the nearest ratio. Items are scaled until they just cover their bucket, then
     cropped."""
     # Frames, height and width of each item's bucket; zeros for items without one
-    chosen = np.zeros((3, len(media)), np.int64)
+    bucket_shapes = np.zeros((3, len(media)), np.int64)
     for sides, counts, members in (
         (PICTURE_SIDES, np.ones(1, np.int64), media.frames == 1),
         (CLIP_SIDES, FRAME_COUNTS, media.frames > 1),
     ):
-        count = np.searchsorted(counts, media.frames, side="right") - 1
+        count_index = np.searchsorted(counts, media.frames, side="right") - 1
         for side in sides:
-            fits = members & (chosen[0] == 0) & (media.area >= ENOUGH * side**2) & (count >= 0)
+            fits_bucket = (
+                members
+                & (bucket_shapes[0] == 0)
+                & (media.area >= ENOUGH * side**2)
+                & (count_index >= 0)
+            )
             sizes = np.array(bucket_sizes(side))
-            ratio = media.height[fits] / media.width[fits]
-            nearest = np.abs(ratio[:, None] - sizes[:, 0] / sizes[:, 1]).argmin(axis=1)
-            chosen[:, fits] = counts[count[fits]], *sizes[nearest].T
-    has_bucket = np.flatnonzero(chosen[0])
-    frames, height, width = chosen[:, has_bucket]
+            ratio = media.height[fits_bucket] / media.width[fits_bucket]
+            nearest_size = np.abs(ratio[:, None] - sizes[:, 0] / sizes[:, 1]).argmin(axis=1)
+            bucket_shapes[:, fits_bucket] = counts[count_index[fits_bucket]], *sizes[nearest_size].T
+    has_bucket = np.flatnonzero(bucket_shapes[0])
+    frames, height, width = bucket_shapes[:, has_bucket]
     native = media.at(has_bucket)
     scale = np.maximum(height / native.height, width / native.width)
-    cropped = height * width / scale**2  # pixels of the item that the bucket shows
-    pixels = np.minimum(cropped, height * width) / native.area
+    cropped_pixels = height * width / scale**2  # pixels of the item that the bucket shows
+    pixels = np.minimum(cropped_pixels, height * width) / native.area
     return Bucketed(
         Media(frames, height, width, native.text),
         pixels=float(pixels.sum()),
@@ -164,19 +171,27 @@ def batches_of_buckets(
     real_cost = cost.of(kept.slots.astype(float))
     latents = kept.latents
     batches = []
-    dropped = 0
-    for number in range(len(shapes)):
-        members = np.flatnonzero(bucket == number)
-        each = int(latents[members[0]]) + MOST_TEXT  # slots of an item; all of a bucket are equal
-        size = max(1, min(most_slots // each, int(most_cost / cost.of(float(each)))))
-        dropped += len(members) % size
-        for first in range(0, len(members) - size + 1, size):
-            chosen = members[first : first + size]
-            real = int(kept.slots[chosen].sum())
+    dropped_items = 0
+    for shape_index in range(len(shapes)):
+        members = np.flatnonzero(bucket == shape_index)
+        item_slots = (
+            int(latents[members[0]]) + MOST_TEXT
+        )  # slots of an item; all of a bucket are equal
+        size = max(1, min(most_slots // item_slots, int(most_cost / cost.of(float(item_slots)))))
+        dropped_items += len(members) % size
+        for start in range(0, len(members) - size + 1, size):
+            batch_items = members[start : start + size]
+            real_slots = int(kept.slots[batch_items].sum())
             batches.append(
-                Batch(size, each - MOST_TEXT, MOST_TEXT, real, float(real_cost[chosen].sum()))
+                Batch(
+                    size,
+                    item_slots - MOST_TEXT,
+                    MOST_TEXT,
+                    real_slots,
+                    float(real_cost[batch_items].sum()),
+                )
             )
-    return batches, dropped
+    return batches, dropped_items
 
 
 def batches_of_like_sizes(
@@ -192,20 +207,20 @@ def batches_of_like_sizes(
 
     def close(first: int, end: int) -> None:
         """Add a batch of the items from `first` up to `end`."""
-        part = slice(first, end)
-        real = int((latents[part] + text[part]).sum())
-        longest = int(latents[part].max()), int(text[part].max())
-        batches.append(Batch(end - first, *longest, real, float(real_cost[part].sum())))
+        batch_slice = slice(first, end)
+        real_slots = int((latents[batch_slice] + text[batch_slice]).sum())
+        maxima = int(latents[batch_slice].max()), int(text[batch_slice].max())
+        batches.append(Batch(end - first, *maxima, real_slots, float(real_cost[batch_slice].sum())))
 
     first = 0
     most_latents = most_text = 0
     for item in range(len(media)):
         most_latents = max(most_latents, int(latents[item]))
         most_text = max(most_text, int(text[item]))
-        each = most_latents + most_text
+        item_slots = most_latents + most_text
         items = item + 1 - first
         if items > 1 and (
-            items * each > most_slots or items * float(cost.of(float(each))) > most_cost
+            items * item_slots > most_slots or items * float(cost.of(float(item_slots))) > most_cost
         ):
             close(first, item)
             first = item
@@ -217,27 +232,27 @@ def batches_of_like_sizes(
 
 def steps(batches: Sequence[Batch], ranks: int) -> Iterator[Sequence[Batch]]:
     """Steps of one batch for every rank; batches that do not fill a last step are left out."""
-    for first in range(0, len(batches) - ranks + 1, ranks):
-        yield batches[first : first + ranks]
+    for start in range(0, len(batches) - ranks + 1, ranks):
+        yield batches[start : start + ranks]
 
 
 def figures(batches: Sequence[Batch], ranks: int, cost: ItemCost) -> dict[str, float]:
     """`shapes` of all batches; and `real_slots`, `synchronised` and `over_ideal` of the steps in
     which each rank computes one batch, if there are enough batches for a step."""
-    slots = real = 0
+    slots = real_slots = 0
     slowest = mean = ideal = 0.0
     for step in steps(batches, ranks):
         costs = [batch.cost(cost) for batch in step]
         slots += sum(batch.slots for batch in step)
-        real += sum(batch.real for batch in step)
+        real_slots += sum(batch.real for batch in step)
         slowest += max(costs)
         mean += sum(costs) / ranks
         ideal += sum(batch.real_cost for batch in step) / ranks
-    found: dict[str, float] = {"shapes": len({batch.shape for batch in batches})}
+    result: dict[str, float] = {"shapes": len({batch.shape for batch in batches})}
     if slots:
-        found |= {
-            "real_slots": real / slots,
+        result |= {
+            "real_slots": real_slots / slots,
             "synchronised": slowest / mean,
             "over_ideal": slowest / ideal,
         }
-    return found
+    return result

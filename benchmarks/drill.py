@@ -98,10 +98,10 @@ class Drill:
     def run(self, kills: int) -> Outcome:
         """Kill runs `kills` times; each of them is resumed to its end and compared."""
         reference = self.folder / "reference"
-        began = time.monotonic()
+        start = time.monotonic()
         process = self.start(reference, Life(8, 1, 0))
         self.wait_for_step(process, reference, 1)
-        self.startup = time.monotonic() - began
+        self.startup = time.monotonic() - start
         self.finish(process, reference)
         while self.continues(kills):
             directory = self.folder / f"run-{self.outcome.runs}"
@@ -130,8 +130,8 @@ class Drill:
         candidates = [
             (pid, role) for pid, role in self.members() if role in ("launcher", "trainer")
         ]
-        done = last_step(directory) >= self.steps  # a kill while it exits would test nothing
-        if done or process.poll() is not None or not candidates:
+        finished = last_step(directory) >= self.steps  # a kill while it exits would test nothing
+        if finished or process.poll() is not None or not candidates:
             self.finish(process, directory)
             return last_step(directory) < self.steps
         pid, role = candidates[int(self.random.integers(len(candidates)))]

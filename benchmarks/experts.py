@@ -88,24 +88,24 @@ def measure(
     x = normal(1, tokens, width)
     rows = normal(tokens * k, width)
     weights = jnp.asarray(random.random((1, tokens, k), dtype=np.float32))
-    inner = (count, width, mlp_width)
-    outer = (count, mlp_width, width)
-    matrices = Matrices(normal(*inner), normal(*inner), normal(*outer))
-    one = tuple(matrix[0] for matrix in matrices)
+    in_shape = (count, width, mlp_width)
+    out_shape = (count, mlp_width, width)
+    matrices = Matrices(normal(*in_shape), normal(*in_shape), normal(*out_shape))
+    dense_matrices = tuple(matrix[0] for matrix in matrices)
     layout = make_layout(make_mesh({"data": 1}, jax.devices()[:1]))
     flops = 6 * tokens * k * width * mlp_width * count
     kernels: tuple[ExpertKernel, ...] = ("jax", "ragged_dot") if flops <= RAGGED_FLOPS else ("jax",)
-    given: dict[Form, tuple[Any, ...]] = {("dense", ""): (rows, *one)}
-    forms = {("dense", ""): programs(dense_mlp, (rows, *one), (0, 1, 2, 3))}
+    arguments: dict[Form, tuple[Any, ...]] = {("dense", ""): (rows, *dense_matrices)}
+    forms = {("dense", ""): programs(dense_mlp, (rows, *dense_matrices), (0, 1, 2, 3))}
     for routing in ROUTINGS:
         # Passed as an argument: the compiler would sort a constant routing at compile time
-        chosen = jnp.asarray(choose(random, tokens, count, k, routing))[None]
+        chosen_experts = jnp.asarray(choose(random, tokens, count, k, routing))[None]
         for kernel in kernels:
             run = partial(experts, layout=layout, kernel=kernel)
-            given[kernel, routing] = x, chosen, weights, matrices
-            forms[kernel, routing] = programs(run, given[kernel, routing], (0, 2, 3))
+            arguments[kernel, routing] = x, chosen_experts, weights, matrices
+            forms[kernel, routing] = programs(run, arguments[kernel, routing], (0, 2, 3))
     functions = {
-        (*form, name): partial(passes[name], *given[form])
+        (*form, name): partial(passes[name], *arguments[form])
         for form, passes in forms.items()
         for name in PASSES
     }
@@ -120,14 +120,16 @@ def measure(
         record: dict[str, Any] = {"experts": count, "k": k, "routing": routing}
         record["block"] = block_rows(tokens * k, count)
         for name in PASSES:
-            took = seconds["jax", routing, name]
-            record[f"{name}_ms"] = 1e3 * took
-            record[f"{name}_of_dense"] = seconds["dense", "", name] / took
+            jax_seconds = seconds["jax", routing, name]
+            record[f"{name}_ms"] = 1e3 * jax_seconds
+            record[f"{name}_of_dense"] = seconds["dense", "", name] / jax_seconds
         record["temporary_mib"] = mebibytes("jax", routing)
         record["dense_mib"] = mebibytes("dense", "")
         for name in PASSES:
-            ragged = seconds.get(("ragged_dot", routing, name))
-            record[f"ragged_dot_{name}_ms"] = None if ragged is None else 1e3 * ragged
+            ragged_seconds = seconds.get(("ragged_dot", routing, name))
+            record[f"ragged_dot_{name}_ms"] = (
+                None if ragged_seconds is None else 1e3 * ragged_seconds
+            )
         records.append(record)
     return records
 

@@ -48,8 +48,8 @@ class FileLengths:
         # Kept in the order drawn: neighbours in a file are similar, and mode `none` gives each rank
         # consecutive examples of a batch
         items = self.corpus.gather(random.integers(0, len(self.corpus), examples))
-        of_phases = {name: items.phases[name] for name in self.phases}
-        return BatchItems(items.examples, items.targets, of_phases)
+        items_by_phase = {name: items.phases[name] for name in self.phases}
+        return BatchItems(items.examples, items.targets, items_by_phase)
 
     @property
     def longest(self) -> dict[str, int]:

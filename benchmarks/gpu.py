@@ -214,9 +214,9 @@ class Bench:
     @cached_property
     def run(self) -> Run:
         """The run of the config, compiled."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         run = build_run(self.config())
-        print(f"compiled in {time.perf_counter() - began:.0f} s\n{run.describe()}", flush=True)
+        print(f"compiled in {time.perf_counter() - start:.0f} s\n{run.describe()}", flush=True)
         return run
 
     @cached_property
@@ -270,28 +270,28 @@ def mask_rows(bench: Bench) -> list[Row]:
     whether two calls give the same bits."""
     cases: list[Case] = []
     slots = bench.sizes.ragged_slots
-    for number, (shape, rule) in enumerate(itertools.product(RAGGED_SHAPES, RAGGED_RULES)):
-        random = np.random.default_rng([bench.seed, number])
+    for case_index, (shape, rule) in enumerate(itertools.product(RAGGED_SHAPES, RAGGED_RULES)):
+        random = np.random.default_rng([bench.seed, case_index])
         mask = ragged_mask(random, rule, slots, shape.block)
-        inputs = random_inputs((bench.seed, number), slots, shape)
+        inputs = random_inputs((bench.seed, case_index), slots, shape)
         attends = attention_gpu.attends(mask, RAGGED_RUNS)
         kernels = ("gpu", "packed") if mask.documents else ("gpu",)
         cells: Row = {"rule": rule, "heads": str(shape)}
         cases.append(Case(cells, mask, inputs, {kernel: attends[kernel] for kernel in kernels}))
     rows: list[Row] = []
     for case, kernels_of_case in zip(cases, compiled(cases), strict=True):
-        wants = in_float32(case.mask, case.inputs)
+        references = in_float32(case.mask, case.inputs)
         for kernel, passes in kernels_of_case.items():
             cells = case.cells | {"kernel": kernel}
             try:
-                measured = attention_gpu.measure(passes, case.inputs, 1)
+                measurement = attention_gpu.measure(passes, case.inputs, 1)
             except Exception as error:
                 rows.append(cells | {"failed": reason(error)})
                 continue
-            apart = errors(measured.results, wants)
+            relative_errors = errors(measurement.results, references)
             for direction in attention_gpu.FLOPS:
-                cells[f"{direction} error"] = apart[direction]
-                cells[f"{direction} same bits"] = measured.same_bits[direction]
+                cells[f"{direction} error"] = relative_errors[direction]
+                cells[f"{direction} same bits"] = measurement.same_bits[direction]
             rows.append(cells)
     return rows
 
@@ -302,8 +302,8 @@ def ragged_mask(random: np.random.Generator, rule: str, slots: int, block: int) 
     Args:
       rule: one of `RAGGED_RULES`.
     """
-    cuts = np.sort(random.choice(np.arange(1, slots), RAGGED_RUNS - 1, replace=False))
-    run = np.repeat(np.arange(RAGGED_RUNS), np.diff(np.r_[0, cuts, slots]))
+    boundaries = np.sort(random.choice(np.arange(1, slots), RAGGED_RUNS - 1, replace=False))
+    run = np.repeat(np.arange(RAGGED_RUNS), np.diff(np.r_[0, boundaries, slots]))
     segments = np.where(run % 5 == 4, 0, run + 1).astype(np.int32)  # every fifth run is padding
     window = slots // RAGGED_RUNS if rule == "window" else None
     if rule == "items":
@@ -350,16 +350,18 @@ def attention_rows_of(bench: Bench, slots: int) -> list[Row]:
         facts.append((shape, documents, tiles))
     rows: list[Row] = []
     for case, (shape, documents, tiles), kernels in zip(cases, facts, compiled(cases), strict=True):
-        wants = in_float32(case.mask, case.inputs) if slots <= COMPARED else None
+        references = in_float32(case.mask, case.inputs) if slots <= COMPARED else None
         for kernel, passes in kernels.items():
             try:
                 repeats = min(attention_gpu.REPEATS[kernel], bench.sizes.repeats)
-                measured = attention_gpu.measure(passes, case.inputs, repeats)
+                measurement = attention_gpu.measure(passes, case.inputs, repeats)
             except Exception as error:
                 rows.append(case.cells | {"kernel": kernel, "failed": reason(error)})
                 continue
-            apart = {} if wants is None else errors(measured.results, wants)
-            rows.append(record(kernel, slots, documents, tiles, measured, apart, shape))
+            relative_errors = {} if references is None else errors(measurement.results, references)
+            rows.append(
+                record(kernel, slots, documents, tiles, measurement, relative_errors, shape)
+            )
     return rows
 
 
@@ -381,12 +383,12 @@ def span_rows(bench: Bench) -> list[Row]:
     rows: list[Row] = []
     for case, kernels in zip(cases, compiled(cases), strict=True):
         seconds = attention_gpu.measure(kernels["auto"], case.inputs, bench.sizes.repeats).seconds
-        times = {f"{direction} ms": 1e3 * took for direction, took in seconds.items()}
+        times = {f"{direction} ms": 1e3 * duration for direction, duration in seconds.items()}
         rows.append(case.cells | times)
     for row in rows:
         for direction in attention_gpu.FLOPS:
-            slower = row[f"{direction} ms"] / rows[0][f"{direction} ms"]
-            row[f"{direction} over tiles"] = slower * rows[0]["tiles"] / row["tiles"]
+            slowdown = row[f"{direction} ms"] / rows[0][f"{direction} ms"]
+            row[f"{direction} over tiles"] = slowdown * rows[0]["tiles"] / row["tiles"]
     return rows
 
 
@@ -394,17 +396,17 @@ def part_of_row(slots: int, span: int, block: int) -> tuple[Mask, int]:
     """The mask of the last of `span` parts of a causal row of span * slots, whose blocks are
     assigned to the parts in turn; and its number of visible tiles."""
     blocks = span * slots // block
-    whole = causal_ids(np.ones(span * slots, np.int32))
-    tiles = visible_tiles(whole, block)
-    # Block i goes to part i % span; `places[i]` is its position when parts follow one another
-    part = np.arange(blocks) % span
-    place = np.arange(blocks) // span
-    places = (part * (blocks // span) + place).astype(np.int32)
-    lists = dealt_tiles(tiles, places, span)[-1]
-    order = np.argsort(places)
-    dealt = whole.map(lambda column: column.reshape(blocks, block)[order].ravel())
-    own = dealt.at(slice((span - 1) * slots, None))
-    mask = Mask(own, dealt, lists.queries, lists.keys)
+    row_ids = causal_ids(np.ones(span * slots, np.int32))
+    tiles = visible_tiles(row_ids, block)
+    # Block i goes to part i % span; `positions[i]` is its position when parts follow one another
+    part_index = np.arange(blocks) % span
+    offset = np.arange(blocks) // span
+    positions = (part_index * (blocks // span) + offset).astype(np.int32)
+    lists = dealt_tiles(tiles, positions, span)[-1]
+    order = np.argsort(positions)
+    ordered_ids = row_ids.map(lambda column: column.reshape(blocks, block)[order].ravel())
+    part_ids = ordered_ids.at(slice((span - 1) * slots, None))
+    mask = Mask(part_ids, ordered_ids, lists.queries, lists.keys)
     count = int((tiles.query % span == span - 1).sum())
     return jax.tree.map(lambda array: jnp.asarray(array[None]), mask), count
 
@@ -423,26 +425,26 @@ def program_rows(bench: Bench) -> list[Row]:
     for phase, spec in programs.spec.phases.items():
         unit = math.lcm(spec.slots_per_token, getattr(config.phases, phase).block)
         (capacity,) = spec.capacities
-        filled = Fill(capacity, ITEMS, capacity // ITEMS // unit * unit)
-        host = made_up_rows(bench.run, phase, filled)
+        fill = Fill(capacity, ITEMS, capacity // ITEMS // unit * unit)
+        host = made_up_rows(bench.run, phase, fill)
         timer = calibrate.MicrobatchTimer(programs, phase, bench.params)
         timed = [timer(RowClass(capacity, 1), host) for _ in range(bench.sizes.repeats + 1)][1:]
-        for name, trained, seconds in zip(
+        for name, trained_shares, seconds in zip(
             ("forward", "with backward"),
             ({}, model.trainable.shares),
             zip(*timed, strict=True),
             strict=True,
         ):
-            took = statistics.median(seconds)
-            flops = ITEMS * phase_flops(shapes, phase, trained).of(filled.length)
+            pass_seconds = statistics.median(seconds)
+            flops = ITEMS * phase_flops(shapes, phase, trained_shares).of(fill.length)
             rows.append(
                 {
                     "phase": phase,
                     "pass": name,
                     "slots": capacity,
-                    "ms": 1e3 * took,
+                    "ms": 1e3 * pass_seconds,
                     "teraflops": flops / 1e12,
-                    "mfu": bench.mfu(flops, took),
+                    "mfu": bench.mfu(flops, pass_seconds),
                 }
             )
     for program, compiled in programs.compiled.items():
@@ -465,38 +467,38 @@ def step_rows(bench: Bench) -> list[Row]:
     bench.__dict__.pop("params", None)  # frees their memory: the state has parameters of its own
     state = programs.init(bench.seed)
     times = []
-    for number in range(bench.sizes.steps + 1):
-        host = run.batches[number]
+    for step in range(bench.sizes.steps + 1):
+        host = run.batches[step]
         batch = programs.put(host)
         jax.block_until_ready((batch.rows, batch.tables))
-        began = time.perf_counter()
+        start = time.perf_counter()
         state, metrics = programs.train(state, batch)
         jax.block_until_ready((state, metrics))
-        took = time.perf_counter() - began
+        elapsed = time.perf_counter() - start
         phases = programs.spec.phases
         flops = flops_by_phase(host.statistics, phases, host.targets, run.head_flops)
-        times.append((took, flops))
-    counted = times[1:]  # the first one warms up
-    seconds = statistics.median(took for took, _ in counted)
-    flops_of_step = statistics.fmean(sum(of_step.values()) for _, of_step in counted)
+        times.append((elapsed, flops))
+    counted_steps = times[1:]  # the first one warms up
+    seconds = statistics.median(elapsed for elapsed, _ in counted_steps)
+    mean_flops = statistics.fmean(sum(step_flops.values()) for _, step_flops in counted_steps)
     rows: list[Row] = [
         {
             "phase": "step",
             "seconds": seconds,
-            "mfu": bench.mfu(flops_of_step, seconds),
+            "mfu": bench.mfu(mean_flops, seconds),
             "loss": float(metrics["loss"]),
             "peak_gb": peak_memory(),
         }
     ]
     for phase in programs.spec.phases:
-        took = sum(phase_seconds(programs, phase, state.params, batch))
+        elapsed = sum(phase_seconds(programs, phase, state.params, batch))
         rows.append(
             {
                 "phase": phase,
-                "seconds": took,
+                "seconds": elapsed,
                 "microbatches": len(batch.rows[phase]),
                 "real tokens": host.statistics[f"{phase}/real_token_fraction"],
-                "mfu": bench.mfu(flops[phase], took) if took else None,
+                "mfu": bench.mfu(flops[phase], elapsed) if elapsed else None,
             }
         )
     return rows
@@ -504,25 +506,25 @@ def step_rows(bench: Bench) -> list[Row]:
 
 def phase_seconds(programs: PhasedPrograms, phase: str, params: Any, batch: Any) -> list[float]:
     """Seconds of every microbatch of a phase in a batch, forward and backward as in training."""
-    took = []
+    seconds = []
     buffers = programs.buffers(phase)
     for m, rows in enumerate(batch.rows[phase]):
         host = batch.host
         row_class = RowClass(host.capacities[phase][m], host.spans[phase][m])
         jax.block_until_ready((params, rows, buffers))
-        began = time.perf_counter()
+        start = time.perf_counter()
         # A phase without a forward program runs forward inside its backward program
         if programs.functions_of(phase).forward:
             buffers = programs.forward(phase, params, rows, row_class, buffers)
         buffers = jax.block_until_ready(programs.backward(phase, params, rows, row_class, buffers))
-        took.append(time.perf_counter() - began)
-    return took
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def peak_memory() -> float | None:
     """Most GB that the device has held since this process began; None where it does not say."""
-    statistics_ = jax.devices()[0].memory_stats() or {}
-    peak = statistics_.get("peak_bytes_in_use")
+    memory_stats = jax.devices()[0].memory_stats() or {}
+    peak = memory_stats.get("peak_bytes_in_use")
     return None if peak is None else peak / 1e9
 
 
@@ -534,9 +536,9 @@ def profile_rows(bench: Bench) -> list[Row]:
     folder = bench.folder / "profile"
     with jax.profiler.trace(str(folder)):
         jax.block_until_ready(programs.train(state, batch))
-    written = [path for path in folder.rglob("*") if path.is_file()]
-    size = sum(path.stat().st_size for path in written)
-    return [{"folder": str(folder), "files": len(written), "megabytes": size / 1e6}]
+    trace_files = [path for path in folder.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in trace_files)
+    return [{"folder": str(folder), "files": len(trace_files), "megabytes": size / 1e6}]
 
 
 def calibration_rows(bench: Bench) -> list[Row]:
@@ -569,12 +571,13 @@ def exchange_rows(bench: Bench) -> list[Row]:
             times = []
             results = []
             for _ in range(bench.sizes.repeats + 1):
-                began = time.perf_counter()
+                start = time.perf_counter()
                 gradients, sums, _ = jax.block_until_ready(programs.gradients(params, batch))
-                times.append(time.perf_counter() - began)
+                times.append(time.perf_counter() - start)
                 results.append(jax.tree.map(np.asarray, gradients))
             same = all(
-                jax.tree.all(jax.tree.map(np.array_equal, results[0], other)) for other in results
+                jax.tree.all(jax.tree.map(np.array_equal, results[0], repeated))
+                for repeated in results
             )
             rows.append(
                 {
@@ -598,20 +601,22 @@ def prediction_rows(bench: Bench) -> list[Row]:
     config = bench.folder / "predicted.yaml"
     config.write_text(dump_config(bench.run.config), encoding="utf-8")
     chip = "h100" if jax.default_backend() == "gpu" else "cpu"
-    told = bench.folder / "check.json"
+    check_path = bench.folder / "check.json"
     command = [sys.executable, "-m", "jaxmllm", "check", "--config", str(config), "--chip", chip]
-    done = subprocess.run(
-        [*command, "--devices", "1", "--json", str(told)],
+    completed = subprocess.run(
+        [*command, "--devices", "1", "--json", str(check_path)],
         capture_output=True,
         text=True,
         timeout=max(bench.seconds_left, 10),
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )
-    if not told.exists():
-        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr else "no answer")
+    if not check_path.exists():
+        raise RuntimeError(
+            completed.stderr.strip().splitlines()[-1] if completed.stderr else "no answer"
+        )
     predicted = {
         row["program"]: row["memory"]
-        for row in json.loads(told.read_text())["rows"]
+        for row in json.loads(check_path.read_text())["rows"]
         if "memory" in row
     }
     rows: list[Row] = []
@@ -656,20 +661,20 @@ def measure(bench: Bench, sections: Sequence[str]) -> list[Row]:
     with its reason."""
     rows: list[Row] = []
     for name in sections:
-        section, least = SECTIONS[name]
-        began = time.perf_counter()
-        if bench.seconds_left < least:
-            found: list[Row] = [
-                {"failed": f"{bench.seconds_left:.0f} s are left, it needs {least:.0f}"}
+        section, needed_seconds = SECTIONS[name]
+        start = time.perf_counter()
+        if bench.seconds_left < needed_seconds:
+            section_rows: list[Row] = [
+                {"failed": f"{bench.seconds_left:.0f} s are left, it needs {needed_seconds:.0f}"}
             ]
         else:
             try:
-                found = section(bench)
+                section_rows = section(bench)
             except Exception as error:  # of any kind: the other sections must still run
-                found = [{"failed": reason(error)}]
-        print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
-        show(name, found)
-        rows += [{"section": name} | row for row in found]
+                section_rows = [{"failed": reason(error)}]
+        print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+        show(name, section_rows)
+        rows += [{"section": name} | row for row in section_rows]
     return rows
 
 
@@ -684,12 +689,12 @@ def show(name: str, rows: Sequence[Row]) -> None:
     tables: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if "failed" in row:
-            what = " ".join(str(value) for key, value in row.items() if key != "failed")
-            print(f"  could not run {what or name}: {row['failed']}", flush=True)
+            description = " ".join(str(value) for key, value in row.items() if key != "failed")
+            print(f"  could not run {description or name}: {row['failed']}", flush=True)
         else:
             tables.setdefault(tuple(row), []).append(row)
-    for columns, of_table in tables.items():
-        print_table(name, columns, [[row[column] for column in columns] for row in of_table])
+    for columns, table_rows in tables.items():
+        print_table(name, columns, [[row[column] for column in columns] for row in table_rows])
 
 
 def main(command: Sequence[str] | None = None) -> int:
@@ -718,11 +723,11 @@ def main(command: Sequence[str] | None = None) -> int:
     sizes = SMALL if options.small else FULL
     bench = Bench(sizes, folder, deadline, options.seed, options.set)
     rows = measure(bench, options.only or list(SECTIONS))
-    failed = [row for row in rows if "failed" in row]
-    told: Row = {"seconds": options.seconds, "set": options.set}
-    write_json(options.json, "gpu", options.seed, GENERATOR, rows=rows, **told)
+    failures = [row for row in rows if "failed" in row]
+    settings: Row = {"seconds": options.seconds, "set": options.set}
+    write_json(options.json, "gpu", options.seed, GENERATOR, rows=rows, **settings)
     print(
-        f"{len(rows)} records in {options.seconds - bench.seconds_left:.0f} s, {len(failed)} failed"
+        f"{len(rows)} records in {options.seconds - bench.seconds_left:.0f} s, {len(failures)} failed"
     )
     return 0
 

@@ -138,8 +138,8 @@ def omni_config(model: str, **sections: Any) -> Config:
     remat = sections.pop("remat", "full")
     settings = {"compute_dtype": COMPUTE_DTYPE}
     settings |= {key: sections.pop(key) for key in ("reduce_dtype", "reduce") if key in sections}
-    of_layers = settings | {"remat": remat}
-    components = {phase: of_layers for phase in MODELS[model]}
+    layer_settings = settings | {"remat": remat}
+    components = {phase: layer_settings for phase in MODELS[model]}
     components["projector"] = {phase: settings for phase in MODELS[model] if phase != "language"}
     tree: Tree = {
         "run": {"directory": "runs/omni", "steps": 4},

@@ -106,21 +106,21 @@ def write_items(folder: Path, seed: int, clips: float, smaller: float, channels:
     media = draw([seed], WRITTEN, clips)
     random = np.random.default_rng([seed, WRITTEN])
     lines = []
-    for number in range(WRITTEN):
+    for index in range(WRITTEN):
         height, width = (
             2 * max(1, round(side / SIDE / smaller))
-            for side in (int(media.height[number]), int(media.width[number]))
+            for side in (int(media.height[index]), int(media.width[index]))
         )
-        frames = ceil_divide(int(media.frames[number]), FRAMES)
+        frames = ceil_divide(int(media.frames[index]), FRAMES)
         latents = random.standard_normal((channels, frames, height, width), np.float32)
-        path = f"latents/{number:04d}.npy"
+        path = f"latents/{index:04d}.npy"
         np.save(folder / path, latents.astype(np.float16))
-        letters = random.integers(ord("a"), ord("z") + 1, int(media.text[number]))
+        letters = random.integers(ord("a"), ord("z") + 1, int(media.text[index]))
         messages = [
             {"role": "user", "content": bytes(letters.astype(np.uint8)).decode()},
             {"role": "assistant", "content": [{"type": "video", "video": path}]},
         ]
-        lines.append(json.dumps({"id": f"{number:04d}", "messages": messages}) + "\n")
+        lines.append(json.dumps({"id": f"{index:04d}", "messages": messages}) + "\n")
     (folder / "train.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
@@ -130,8 +130,10 @@ def config_of(folder: Path, place: Path, options: Any) -> Config:
     write_items(
         place / "data", options.seed, MIXES[options.mix], options.smaller, shape["channels"]
     )
-    kept = {"remat": ["attention", "projections", "mlp"]}
-    drawn: dict[str, Any] = {"block": 64} | ({"row_classes": 1} if options.size == "tiny" else {})
+    component_settings = {"remat": ["attention", "projections", "mlp"]}
+    phase_settings: dict[str, Any] = {"block": 64} | (
+        {"row_classes": 1} if options.size == "tiny" else {}
+    )
     width = shape["text"]
     tree = {
         "run": {"directory": str(place / "run"), "steps": 1000, "seed": options.seed},
@@ -143,14 +145,14 @@ def config_of(folder: Path, place: Path, options: Any) -> Config:
             DIFFUSION: {"from": str(folder), "projector": "folder"},
         },
         "objective": {"language": {"weight": 0.0}, DIFFUSION: {"condition_drop": 0.0}},
-        "components": {"language": {"freeze": True}, DIFFUSION: kept},
+        "components": {"language": {"freeze": True}, DIFFUSION: component_settings},
         "data": {
             "root": str(place / "data"),
             "sources": [{"name": "train", "path": "train.jsonl"}],
             "index_cache": str(place / "indexes"),
             "batch_size": options.items,
         },
-        "phases": {"language": {"block": 64, "row_classes": 1}, DIFFUSION: drawn},
+        "phases": {"language": {"block": 64, "row_classes": 1}, DIFFUSION: phase_settings},
         "optimizer": {"learning_rate": LEARNING_RATE, "schedule": "constant", "warmup_steps": 0},
         "mesh": {"data": 1},
     }
@@ -184,14 +186,14 @@ class Batches:
 
     def __call__(self, step: int, numbers: Longs) -> list[Arrays]:
         """The items of some examples, with the noise and times that our run draws in this step."""
-        return [self._item(step, number) for number in numbers.tolist()]
+        return [self._item(step, example) for example in numbers.tolist()]
 
     def _item(self, step: int, number: int) -> Arrays:
         """Latents and noise [C, F, H, W], states [L, D] and time [] of the item of one example."""
         (item,) = self.corpus.read(np.array([number]))[0].items
         count, features = item.features.shape
-        drawn = self.rule.of(step, self.corpus.id(number), 0, count)
-        keys = jnp.tile(jnp.array(drawn.noise, jnp.uint32), (count, 1))
+        noise_draw = self.rule.of(step, self.corpus.id(number), 0, count)
+        keys = jnp.tile(jnp.array(noise_draw.noise, jnp.uint32), (count, 1))
         noise = patch_noise(keys, jnp.arange(count), features)
         latents, noise_of_latents = (
             np.moveaxis(frames_of(np.asarray(patches), item.shape, *self.patch), -1, 0)
@@ -201,7 +203,7 @@ class Batches:
             "latents": np.ascontiguousarray(latents),
             "noise": np.ascontiguousarray(noise_of_latents),
             "states": self._states(number),
-            "time": np.array(drawn.time, np.float32),
+            "time": np.array(noise_draw.time, np.float32),
         }
 
     def _states(self, number: int) -> NDArray[Any]:
@@ -210,9 +212,9 @@ class Batches:
             host = self.own.filler(0, np.array([number]))
             # The example is alone in its step, so just one row has tokens
             (row,) = (row for row in host.rows["language"] if row["segments"].any())
-            found = np.asarray(self.hidden(self.own.state.params, LanguageRows.of(row)))
+            states = np.asarray(self.hidden(self.own.state.params, LanguageRows.of(row)))
             (span,) = self.corpus.example(number).media
-            self.kept[number] = found[0, span.slot : span.slot + span.conditions]
+            self.kept[number] = states[0, span.slot : span.slot + span.conditions]
         return self.kept[number]
 
 
@@ -244,8 +246,8 @@ def measure(options: Any, place: Path) -> dict[str, Any]:
     tell("reads lengths and the programs of ours")
     inputs, programs = compiled_programs(config)
     corpus = KeptCorpus(inputs.corpus)
-    own = OwnRun(folder, config, programs, corpus, COMPONENTS, DIFFUSION)
-    batches = Batches(config, own, corpus)
+    own_run = OwnRun(folder, config, programs, corpus, COMPONENTS, DIFFUSION)
+    batches = Batches(config, own_run, corpus)
     optimizer = config.optimizer
     settings = {
         "threads": options.threads,
@@ -255,7 +257,7 @@ def measure(options: Any, place: Path) -> dict[str, Any]:
         "weight_decay": optimizer.weight_decay,
         "clip": optimizer.clip_norm,
     }
-    told: dict[str, list[dict[str, Any]]] = {PEER: [], OWN: []}
+    results_by_system: dict[str, list[dict[str, Any]]] = {PEER: [], OWN: []}
     tokens = []
     path = place / "batch.npz"
     with ExitStack() as stack:
@@ -265,29 +267,31 @@ def measure(options: Any, place: Path) -> dict[str, Any]:
             items = batches(step, numbers)
             write_batch(path, items)
             if not step:
-                losses = {PEER: peer(path, step=False)["loss"], OWN: own.loss(numbers)}
+                losses = {PEER: peer(path, step=False)["loss"], OWN: own_run.loss(numbers)}
                 check_losses(losses)
                 tell(f"losses are equal: {losses[OWN]:.6f}; measures")
             for name in (PEER, OWN) if step % 2 else (OWN, PEER):
-                result = own(step, numbers) if name == OWN else peer(path)
+                result = own_run(step, numbers) if name == OWN else peer(path)
                 if step >= WARM_UP:
-                    told[name].append(result)
+                    results_by_system[name].append(result)
             if step >= WARM_UP:
                 tokens.append(tokens_of(items, batches.patch))
     return {
-        "told": told,
+        "told": results_by_system,
         "tokens": tokens,
         "first_losses": losses,
         "compile_seconds": compile_seconds,
-        "parameters": {PEER: peer.facts["parameters"], OWN: own.parameters},
+        "parameters": {PEER: peer.facts["parameters"], OWN: own_run.parameters},
         "versions": peer.facts["versions"],
     }
 
 
 def ratio(measured: Mapping[str, Any], clock: str) -> dict[str, float]:
     """Median and quartiles over steps of the peer's time over ours, on the same batch."""
-    peer, own = ([result[clock] for result in measured["told"][name]] for name in (PEER, OWN))
-    return quartiles((np.array(peer) / np.array(own)).tolist())
+    peer_times, own_times = (
+        [result[clock] for result in measured["told"][name]] for name in (PEER, OWN)
+    )
+    return quartiles((np.array(peer_times) / np.array(own_times)).tolist())
 
 
 def rows_of(measured: Mapping[str, Any], items: int) -> list[dict[str, Any]]:
@@ -312,9 +316,9 @@ def rows_of(measured: Mapping[str, Any], items: int) -> list[dict[str, Any]]:
                 "all_seconds": seconds.tolist(),
             }
         )
-    told = measured["told"]
-    rows[0]["batches"] = float(np.median([result["batches"] for result in told[PEER]]))
-    rows[1]["slots"] = float(np.median([result["slots"] for result in told[OWN]]))
+    results_by_system = measured["told"]
+    rows[0]["batches"] = float(np.median([result["batches"] for result in results_by_system[PEER]]))
+    rows[1]["slots"] = float(np.median([result["slots"] for result in results_by_system[OWN]]))
     rows[1]["compile_seconds"] = measured["compile_seconds"]
     return rows
 
@@ -332,7 +336,7 @@ def show(rows: Sequence[Mapping[str, Any]], ratios: Mapping[str, Any], title: st
     columns = ["system", "s/step", "quarter below", "quarter above", "CPU s", "items/s", "tokens/s"]
     columns += ["items/CPU s", "peak GB", "last loss"]
     print_table(title, columns, lines, left_aligned=1)
-    lines = [[clock, *found.values()] for clock, found in ratios.items()]
+    lines = [[clock, *ratio_quartiles.values()] for clock, ratio_quartiles in ratios.items()]
     columns = ["clock", "diffusers over jaxmllm", "quarter below", "quarter above"]
     print_table("ratio", columns, lines, left_aligned=1)
 
@@ -360,15 +364,15 @@ def main(command: Sequence[str] | None = None) -> int:
         )
         return 2
     use_cores(options.threads)
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as scratch:
         try:
-            measured = measure(options, Path(place))
+            measurements = measure(options, Path(scratch))
         except (*USER_ERRORS, ValueError, subprocess.CalledProcessError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    rows = rows_of(measured, options.items)
-    ratios = {clock: ratio(measured, clock) for clock in ("seconds", "cpu_seconds")}
-    million = measured["parameters"][OWN] / 1e6
+    rows = rows_of(measurements, options.items)
+    ratios = {clock: ratio(measurements, clock) for clock in ("seconds", "cpu_seconds")}
+    million = measurements["parameters"][OWN] / 1e6
     title = f"{options.mix}: {million:.1f}M parameters, {options.items} items, {options.threads} threads"
     show(rows, ratios, title)
     write_json(
@@ -382,9 +386,9 @@ def main(command: Sequence[str] | None = None) -> int:
         smaller=options.smaller,
         threads=options.threads,
         overrides=options.overrides,
-        first_losses=measured["first_losses"],
-        tokens=measured["tokens"],
-        peers=measured["versions"],
+        first_losses=measurements["first_losses"],
+        tokens=measurements["tokens"],
+        peers=measurements["versions"],
         ratio=ratios["seconds"],
         cpu_ratio=ratios["cpu_seconds"],
         rows=rows,

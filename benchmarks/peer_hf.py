@@ -102,21 +102,21 @@ def thinker(size: str, ids: Mapping[str, int]) -> dict[str, Any]:
             "mrope_section": sections,
         },
     }
-    seen, seen_layers, seen_heads, seen_mlp = shapes["vision"]
+    vision_width, vision_layers, vision_heads, vision_mlp = shapes["vision"]
     vision = {
-        "depth": seen_layers,
-        "hidden_size": seen,
-        "intermediate_size": seen_mlp,
-        "num_heads": seen_heads,
+        "depth": vision_layers,
+        "hidden_size": vision_width,
+        "intermediate_size": vision_mlp,
+        "num_heads": vision_heads,
         "out_hidden_size": width,
-        "fullatt_block_indexes": [seen_layers // 2 - 1, seen_layers - 1],
+        "fullatt_block_indexes": [vision_layers // 2 - 1, vision_layers - 1],
     }
-    heard, heard_layers, heard_heads, heard_mlp = shapes["audio"]
+    audio_width, audio_layers, audio_heads, audio_mlp = shapes["audio"]
     audio = {
-        "d_model": heard,
-        "encoder_layers": heard_layers,
-        "encoder_attention_heads": heard_heads,
-        "encoder_ffn_dim": heard_mlp,
+        "d_model": audio_width,
+        "encoder_layers": audio_layers,
+        "encoder_attention_heads": audio_heads,
+        "encoder_ffn_dim": audio_mlp,
         "num_mel_bins": shapes["mels"],
         "output_dim": width,
     }
@@ -137,16 +137,16 @@ def thinker(size: str, ids: Mapping[str, int]) -> dict[str, Any]:
 def make_folder(python: str, folder: Path, size: str, seed: int) -> None:
     """Write a random model with a tokenizer of bytes, in the form of a published folder."""
     folder.mkdir()
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=len(alphabet), initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator([], trainer)
-    made.add_special_tokens([*SPECIAL])
-    made.save(str(folder / "tokenizer.json"))
-    ids = {name: number for name, number in made.get_vocab().items() if name in SPECIAL}
+    tokenizer.train_from_iterator([], trainer)
+    tokenizer.add_special_tokens([*SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    ids = {name: token_id for name, token_id in tokenizer.get_vocab().items() if name in SPECIAL}
     pixels = {"patch_size": 14, "min_pixels": 56 * 56, "max_pixels": 1280 * 28 * 28}
     sounds = {"feature_size": SIZES[size]["mels"], "chunk_length": 300}
     sizes = {"model": thinker(size, ids), "images": pixels, "sounds": sounds, "seed": seed}
@@ -160,7 +160,7 @@ def config_of(folder: Path, place: Path, seed: int, examples: int, smaller: floa
         json.dumps(resolved({"model": {"from": str(folder)}})["model"])
     )
     write_generated(place / "data", seed, WRITTEN, model, smaller)
-    kept = {"remat": ["attention", "projections", "mlp"]}
+    component_settings = {"remat": ["attention", "projections", "mlp"]}
     tree = {
         "run": {"directory": str(place / "run"), "steps": 1000, "seed": seed},
         "model": {"from": str(folder)},
@@ -172,7 +172,7 @@ def config_of(folder: Path, place: Path, seed: int, examples: int, smaller: floa
             "chat_template": "chatml",
             "max_rejected": 0.05,
         },
-        "components": dict.fromkeys(("vision", "audio", "language"), kept),
+        "components": dict.fromkeys(("vision", "audio", "language"), component_settings),
         "phases": {"vision": {"block": 64}, "audio": {"block": 200}, "language": {"block": 64}},
         "optimizer": {"learning_rate": LEARNING_RATE, "schedule": "constant", "warmup_steps": 0},
         "mesh": {"data": 1},
@@ -203,11 +203,11 @@ def write_batch(path: Path, examples: Sequence[Example]) -> None:
 
 def tokens_of(examples: Sequence[Example]) -> dict[str, int]:
     """Real tokens of each phase: those of texts with their media, patches, frames."""
-    found = {"language": sum(len(example.tokens) for example in examples)}
+    token_counts = {"language": sum(len(example.tokens) for example in examples)}
     for phase in ("vision", "audio"):
         items = (item for example in examples for item in example.items if item.phase == phase)
-        found[phase] = sum(item.real for item in items)
-    return found
+        token_counts[phase] = sum(item.real for item in items)
+    return token_counts
 
 
 # ---------------------------------------------------------------------------- measuring
@@ -223,7 +223,7 @@ def measure(options: Any, place: Path) -> dict[str, Any]:
     tell("reads lengths and the programs of ours")
     inputs, programs = compiled_programs(config)
     corpus = KeptCorpus(inputs.corpus)
-    ours = OwnRun(folder, config, programs, corpus)
+    own_run = OwnRun(folder, config, programs, corpus)
     vision = config.model.vision
     optimizer = config.optimizer
     assert vision is not None
@@ -247,7 +247,9 @@ def measure(options: Any, place: Path) -> dict[str, Any]:
             )
             for name in PEERS
         }
-        told: dict[str, list[dict[str, Any]]] = {name: [] for name in (*PEERS, "jaxmllm")}
+        results_by_system: dict[str, list[dict[str, Any]]] = {
+            name: [] for name in (*PEERS, "jaxmllm")
+        }
         batches = []
         for step in range(WARM_UP + options.steps):
             numbers = batch_examples(inputs.order, options.examples, len(inputs.samples) + step)
@@ -255,35 +257,35 @@ def measure(options: Any, place: Path) -> dict[str, Any]:
             path = place / "batch.npz"
             write_batch(path, examples)
             if not step:
-                own = ours.loss(numbers)
+                own_loss = own_run.loss(numbers)
                 losses = {name: peer(path, step=False)["loss"] for name, peer in peers.items()}
-                check_losses(losses | {"jaxmllm": own})
-                tell(f"losses are equal: {own:.6f}; measures")
-            names = [*told]
+                check_losses(losses | {"jaxmllm": own_loss})
+                tell(f"losses are equal: {own_loss:.6f}; measures")
+            names = [*results_by_system]
             for name in names[step % len(names) :] + names[: step % len(names)]:
-                result = ours(step, numbers) if name == "jaxmllm" else peers[name](path)
+                result = own_run(step, numbers) if name == "jaxmllm" else peers[name](path)
                 if step >= WARM_UP:
-                    told[name].append(result)
+                    results_by_system[name].append(result)
             if step >= WARM_UP:
                 batches.append(tokens_of(examples))
     return {
-        "told": told,
+        "told": results_by_system,
         "batches": batches,
-        "first_losses": losses | {"jaxmllm": own},
+        "first_losses": losses | {"jaxmllm": own_loss},
         "compile_seconds": compile_seconds,
         "parameters": {name: peer.facts["parameters"] for name, peer in peers.items()}
-        | {"jaxmllm": ours.parameters},
+        | {"jaxmllm": own_run.parameters},
         "versions": peers["padded"].facts["versions"],
     }
 
 
 def rows_of(measured: Mapping[str, Any], examples: int) -> list[dict[str, Any]]:
     """One record for every system, with medians over the steps."""
-    own, own_cpu = (
+    own_seconds, own_cpu = (
         np.array([result[key] for result in measured["told"]["jaxmllm"]])
         for key in ("seconds", "cpu_seconds")
     )
-    real = {
+    real_tokens = {
         phase: np.array([batch[phase] for batch in measured["batches"]])
         for phase in ("language", "vision", "audio")
     }
@@ -298,16 +300,16 @@ def rows_of(measured: Mapping[str, Any], examples: int) -> list[dict[str, Any]]:
                 "seconds": quartiles(seconds.tolist()),
                 "host_seconds": float(np.median(host)),
                 "compute_seconds": float(np.median(compute)),
-                "over_jaxmllm": float(np.median(seconds / own)),
+                "over_jaxmllm": float(np.median(seconds / own_seconds)),
                 "cpu_seconds": float(np.median(cpu)),
                 "cpu_over_jaxmllm": float(np.median(cpu / own_cpu)),
                 "examples_per_second": float(np.median(examples / seconds)),
                 "examples_per_compute_second": float(np.median(examples / compute)),
                 "tokens_per_second": {
-                    phase: float(np.median(count / seconds)) for phase, count in real.items()
+                    phase: float(np.median(count / seconds)) for phase, count in real_tokens.items()
                 },
                 "padding": float(
-                    np.median(np.array([r["slots"] for r in results]) / real["language"])
+                    np.median(np.array([r["slots"] for r in results]) / real_tokens["language"])
                 ),
                 "peak_bytes": results[-1]["peak_bytes"],
                 "compile_seconds": measured["compile_seconds"] if name == "jaxmllm" else 0.0,
@@ -366,14 +368,14 @@ def main(command: Sequence[str] | None = None) -> int:
         )
         return 2
     use_cores(options.threads)
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as scratch:
         try:
-            measured = measure(options, Path(place))
+            measurements = measure(options, Path(scratch))
         except (*USER_ERRORS, ValueError, subprocess.CalledProcessError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    rows = rows_of(measured, options.examples)
-    million = measured["parameters"]["jaxmllm"] / 1e6
+    rows = rows_of(measurements, options.examples)
+    million = measurements["parameters"]["jaxmllm"] / 1e6
     show(rows, f"{million:.1f}M parameters, {options.examples} examples, {options.threads} threads")
     write_json(
         options.json,
@@ -385,9 +387,9 @@ def main(command: Sequence[str] | None = None) -> int:
         micro_batch=options.micro_batch,
         smaller=options.smaller,
         threads=options.threads,
-        first_losses=measured["first_losses"],
-        batches=measured["batches"],
-        peers=measured["versions"],
+        first_losses=measurements["first_losses"],
+        batches=measurements["batches"],
+        peers=measurements["versions"],
         rows=rows,
     )
     return 0

@@ -153,18 +153,18 @@ def config_of(
     tree = copy.deepcopy(strict_yaml.read_file(QUICKSTART) if size == "quickstart" else SIZES[size])
     tree["run"] = {"directory": str(folder / "run"), "steps": 1000, "seed": seed}
     tree["mesh"] = {"data": 1}
-    kept = {"remat": ["attention", "projections", "mlp"]}
+    component_settings = {"remat": ["attention", "projections", "mlp"]}
     tree["components"] = {
-        "vision": kept,
-        "audio": kept,
-        "language": kept,
+        "vision": component_settings,
+        "audio": component_settings,
+        "language": component_settings,
     }
     tree["model"]["language"]["bidirectional"] = []
-    for unused in ("evaluation", "checkpoint"):
-        tree.pop(unused, None)
-    generated = folder / "data"
+    for section in ("evaluation", "checkpoint"):
+        tree.pop(section, None)
+    generated_folder = folder / "data"
     tree["data"] = {name: value for name, value in tree["data"].items() if name != "evaluation"} | {
-        "root": str(data or generated),
+        "root": str(data or generated_folder),
         "sources": [{"name": "train", "path": "train.jsonl"}],
         "index_cache": str(folder / "indexes"),
     }
@@ -172,9 +172,9 @@ def config_of(
     path.write_text(strict_yaml.write_text(tree), encoding="utf-8")
     config = load_config(path, overrides)
     if data is None and size == "quickstart":
-        make_sample(generated, seed, train=EXAMPLES, test=4)
+        make_sample(generated_folder, seed, train=EXAMPLES, test=4)
     elif data is None:
-        write_generated(generated, seed, EXAMPLES, config.model, SMALLER)
+        write_generated(generated_folder, seed, EXAMPLES, config.model, SMALLER)
     return config
 
 
@@ -194,23 +194,23 @@ class Ours:
     def __call__(self, examples: np.ndarray[Any, Any]) -> dict[str, Any]:
         """Run a step; return its seconds, those of the host's part, the loss, and the filled
         rows."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         cpu = time.process_time()
         host = self.filler(self.step, examples)
-        filled = time.perf_counter() - began
-        cpu_filled = time.process_time() - cpu
+        fill_seconds = time.perf_counter() - start
+        fill_cpu = time.process_time() - cpu
         run_before(self.programs, self.state.params, host, self.programs_run)
-        began = time.perf_counter()
+        start = time.perf_counter()
         cpu = time.process_time()
         self.state, metrics = self.programs.train(self.state, self.programs.put(host))
         jax.block_until_ready((self.state, metrics))
-        took = time.perf_counter() - began
+        train_seconds = time.perf_counter() - start
         cpu = time.process_time() - cpu
         self.step += 1
         return {
-            "seconds": filled + took,
-            "cpu_seconds": cpu_filled + cpu,
-            "parts": {"host": cpu_filled},
+            "seconds": fill_seconds + train_seconds,
+            "cpu_seconds": fill_cpu + cpu,
+            "parts": {"host": fill_cpu},
             "loss": float(metrics["loss"]),
             "targets": host.targets,
             "host": host,
@@ -221,30 +221,30 @@ class Ours:
         for."""
         programs = self.programs
         batch = programs.put(host)
-        parts: dict[str, float] = defaultdict(float)
+        seconds: dict[str, float] = defaultdict(float)
         for phase in programs.spec.phases:
             buffers = programs.buffers(phase)
             for m, rows in enumerate(batch.rows[phase]):
                 row_class = RowClass(host.capacities[phase][m], host.spans[phase][m])
                 arguments = phase, self.state.params, rows, row_class
                 jax.block_until_ready((rows, buffers))
-                began = time.process_time()
+                start = time.process_time()
                 if programs.functions_of(phase).forward:
                     buffers = jax.block_until_ready(programs.forward(*arguments, buffers))
-                    parts[f"{phase} forward"] += time.process_time() - began
-                    began = time.process_time()
+                    seconds[f"{phase} forward"] += time.process_time() - start
+                    start = time.process_time()
                 buffers = jax.block_until_ready(programs.backward(*arguments, buffers))
-                parts[f"{phase} forward and backward"] += time.process_time() - began
-        return dict(parts)
+                seconds[f"{phase} forward and backward"] += time.process_time() - start
+        return dict(seconds)
 
     def padding(self, host: HostStep) -> dict[str, float]:
         """Slots of the rows over slots that hold data, by phase; NaN for a phase without data."""
-        found = {}
+        ratios = {}
         for phase, rows in host.rows.items():
             slots = sum(row["segments"].size for row in rows)
-            real = sum(int((row["segments"] > 0).sum()) for row in rows)
-            found[phase] = slots / real if real else math.nan
-        return found
+            real_slots = sum(int((row["segments"] > 0).sum()) for row in rows)
+            ratios[phase] = slots / real_slots if real_slots else math.nan
+        return ratios
 
 
 # ---------------------------------------------------------------------------- measuring
@@ -263,21 +263,30 @@ def measure(config: Config, steps: int, sizes: Mapping[str, int], threads: int) 
     tell("reads lengths and the programs of ours")
     inputs, programs = compiled_programs(config)
     corpus = KeptCorpus(inputs.corpus)
-    ours = Ours(programs, corpus, config.run.seed)
-    params = jax.tree.map(np.asarray, ours.state.params)
+    own_run = Ours(programs, corpus, config.run.seed)
+    params = jax.tree.map(np.asarray, own_run.state.params)
     rates = [
         float(learning_rate(config.optimizer, config.decay_steps, jnp.int32(step)))
         for step in range(WARM_UP + steps)
     ]
     context = multiprocessing.get_context("spawn")
-    connection, theirs = context.Pipe()
+    connection, peer_connection = context.Pipe()
     seed = config.run.seed
-    arguments = (theirs, config.model, config.optimizer, rates, params, sizes, threads, seed)
+    arguments = (
+        peer_connection,
+        config.model,
+        config.optimizer,
+        rates,
+        params,
+        sizes,
+        threads,
+        seed,
+    )
     process = context.Process(target=serve, args=arguments, daemon=True)
     process.start()
     tell("read ours; PyTorch chooses its micro-batches")
-    theirs.close()
-    told: dict[str, list[dict[str, Any]]] = {name: [] for name in (*PEERS, "ours")}
+    peer_connection.close()
+    results_by_system: dict[str, list[dict[str, Any]]] = {name: [] for name in (*PEERS, "ours")}
     by_program: list[dict[str, float]] = []
     settings: dict[str, Any] = {}
     for step in range(WARM_UP + steps):
@@ -287,27 +296,27 @@ def measure(config: Config, steps: int, sizes: Mapping[str, int], threads: int) 
         if not step:
             settings = ask(connection, "tune")
             tell("measures")
-        names = [*told]
-        first = step % len(names)
-        for name in names[first:] + names[:first]:
-            result = ours(numbers) if name == "ours" else ask(connection, name)
+        names = [*results_by_system]
+        offset = step % len(names)
+        for name in names[offset:] + names[:offset]:
+            result = own_run(numbers) if name == "ours" else ask(connection, name)
             if step >= WARM_UP:
-                told[name].append(result)
+                results_by_system[name].append(result)
         if step >= WARM_UP:
-            host = told["ours"][-1].pop("host")
-            by_program.append(ours.seconds_by_program(host))
+            host = results_by_system["ours"][-1].pop("host")
+            by_program.append(own_run.seconds_by_program(host))
     connection.send(None)
     process.join()
     counts = {name: count(component) for name, component in params.items()}
     for name in PEERS:
         check_parameters(name, settings[name]["parameters"], counts)
-    check_losses(told)
+    check_losses(results_by_system)
     return {
-        "told": told,
+        "told": results_by_system,
         "by_program": by_program,
         "settings": settings,
         "parameters": counts,
-        "padding": ours.padding(host),
+        "padding": own_run.padding(host),
         "batch": {
             "examples": len(examples),
             "tokens": sum(len(example.tokens) for example in examples),
@@ -355,48 +364,48 @@ def check_losses(told: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Raise ValueError unless all systems had the same targets and finite losses, and `packed` has
     our loss in the first step."""
     for name, results in told.items():
-        for result, ours in zip(results, told["ours"], strict=True):
-            if result["targets"] != ours["targets"] or not math.isfinite(result["loss"]):
+        for result, reference in zip(results, told["ours"], strict=True):
+            if result["targets"] != reference["targets"] or not math.isfinite(result["loss"]):
                 raise ValueError(
                     f"{name}: loss {result['loss']} of {result['targets']} targets, "
-                    f"ours {ours['loss']} of {ours['targets']}"
+                    f"ours {reference['loss']} of {reference['targets']}"
                 )
     packed = told["packed"][0]["loss"]
-    ours = told["ours"][0]["loss"]
-    if abs(packed / ours - 1) > SAME_LOSS:
+    reference = told["ours"][0]["loss"]
+    if abs(packed / reference - 1) > SAME_LOSS:
         raise ValueError(
-            f"packed: loss {packed}, ours {ours} from the same parameters and examples"
+            f"packed: loss {packed}, ours {reference} from the same parameters and examples"
         )
 
 
 def rows_of(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One record for every system."""
-    told = measured["told"]
-    ours = {
-        clock: np.array([result[clock] for result in told["ours"]])
+    results_by_system = measured["told"]
+    own_times = {
+        clock: np.array([result[clock] for result in results_by_system["ours"]])
         for clock in ("seconds", "cpu_seconds")
     }
     rows = []
-    for name, results in told.items():
-        seconds, cpu = (np.array([result[clock] for result in results]) for clock in ours)
+    for name, results in results_by_system.items():
+        seconds, cpu = (np.array([result[clock] for result in results]) for clock in own_times)
         settings = measured["settings"].get(name, {})
-        parts = median_parts([result["parts"] for result in results])
+        part_seconds = median_parts([result["parts"] for result in results])
         if name == "ours":
-            parts |= median_parts(measured["by_program"])
-        parts["rest"] = statistics.median(cpu.tolist()) - sum(parts.values())
+            part_seconds |= median_parts(measured["by_program"])
+        part_seconds["rest"] = statistics.median(cpu.tolist()) - sum(part_seconds.values())
         rows.append(
             {
                 "system": name,
                 "seconds": quartiles(seconds.tolist()),
-                "over_ours": quartiles((seconds / ours["seconds"]).tolist()),
+                "over_ours": quartiles((seconds / own_times["seconds"]).tolist()),
                 "cpu_seconds": quartiles(cpu.tolist()),
-                "cpu_over_ours": quartiles((cpu / ours["cpu_seconds"]).tolist()),
+                "cpu_over_ours": quartiles((cpu / own_times["cpu_seconds"]).tolist()),
                 "micro_batch": settings.get("micro_batch"),
                 "attention": settings.get("attention"),
                 "parameters": settings.get("parameters", measured["parameters"]),
                 "loss": results[-1]["loss"],
                 "targets": results[-1]["targets"],
-                "parts": parts,
+                "parts": part_seconds,
                 "all_seconds": seconds.tolist(),
             }
         )
@@ -405,8 +414,10 @@ def rows_of(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def median_parts(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Median over steps of every part; a step without a part counts as 0."""
-    names = dict.fromkeys(name for of_step in parts for name in of_step)
-    return {name: statistics.median(of_step.get(name, 0.0) for of_step in parts) for name in names}
+    names = dict.fromkeys(name for step_parts in parts for name in step_parts)
+    return {
+        name: statistics.median(step_parts.get(name, 0.0) for step_parts in parts) for name in names
+    }
 
 
 # ---------------------------------------------------------------------------- the command
@@ -443,13 +454,13 @@ def main(command: Sequence[str] | None = None) -> int:
             config = config_of(
                 options.size, options.data, Path(folder), options.seed, options.overrides
             )
-            measured = measure(config, options.steps, sizes, options.threads)
+            measurements = measure(config, options.steps, sizes, options.threads)
         except (*USER_ERRORS, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    rows = rows_of(measured)
-    batch = ", ".join(f"{value} {name}" for name, value in measured["batch"].items())
-    million = sum(measured["parameters"].values()) / 1e6
+    rows = rows_of(measurements)
+    batch = ", ".join(f"{value} {name}" for name, value in measurements["batch"].items())
+    million = sum(measurements["parameters"].values()) / 1e6
     show(rows, f"{options.size}: {million:.1f}M parameters, {options.threads} threads; {batch}")
     write_json(
         options.json,
@@ -461,9 +472,9 @@ def main(command: Sequence[str] | None = None) -> int:
         overrides=options.overrides,
         threads=options.threads,
         steps=options.steps,
-        batch=measured["batch"],
-        padding=measured["padding"],
-        peers=measured["settings"]["versions"],
+        batch=measurements["batch"],
+        padding=measurements["padding"],
+        peers=measurements["settings"]["versions"],
         rows=rows,
     )
     return 0
@@ -485,12 +496,14 @@ def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
     columns = ["system", "micro-batch", "seconds", "quarter below", "quarter above", "x ours"]
     columns += ["CPU s", "x ours", "loss"]
     print_table(title, columns, lines)
-    parts = [
+    part_rows = [
         [row["system"], name, seconds, seconds / row["cpu_seconds"]["median"]]
         for row in rows
         for name, seconds in row["parts"].items()
     ]
-    print_table("where the time goes", ["system", "part", "CPU s", "share"], parts, left_aligned=2)
+    print_table(
+        "where the time goes", ["system", "part", "CPU s", "share"], part_rows, left_aligned=2
+    )
 
 
 def cores() -> list[int]:

@@ -209,42 +209,44 @@ def best_chunks(
         return ()
     shape = (chains, variant, mode, SAMPLE_SEED, microbatches, stages)
     blocks = [len(layers) - 2 for layers in chains.layers.values()]  # without stem and head
-    fitting = [
+    candidates = [
         chunks
         for chunks in chains.chunks
-        if all(stages * count <= most for count, most in zip(chunks, blocks, strict=True))
+        if all(
+            stages * count <= block_count for count, block_count in zip(chunks, blocks, strict=True)
+        )
     ]
-    best: tuple[int, ...] = ()
-    least: int | None = None
-    for chunks in fitting:
+    cheapest: tuple[int, ...] = ()
+    least_cost: int | None = None
+    for chunks in candidates:
         graph = make_graph(*shape, chunks)
         try:
             slots = make_slots(chains, graph)
-            cost = lockstep(shortest(graph, fixed_orders(), slots, bound=least))
-        except PipelineError:  # no schedule of these chunks is shorter than `least`
+            cost = lockstep(shortest(graph, fixed_orders(), slots, bound=least_cost))
+        except PipelineError:  # no schedule of these chunks is shorter than `least_cost`
             continue
-        if least is None or cost < least:
-            best = chunks
-            least = cost
-    return best
+        if least_cost is None or cost < least_cost:
+            cheapest = chunks
+            least_cost = cost
+    return cheapest
 
 
 def make_workload(chains: Chains, ring: Ring, trainable: frozenset[str], rows: Rows) -> Workload:
     """Work of the chunks of a ring in a batch."""
-    known: dict[tuple[str, int], tuple[LayerCost, ...]] = {}
+    cached_costs: dict[tuple[str, int], tuple[LayerCost, ...]] = {}
 
     def costs(name: str, squares: int) -> tuple[LayerCost, ...]:
         key = (name, squares)
-        if key not in known:
-            known[key] = layer_costs(layers_of(chains, trainable, {name: squares}))[name]
-        return known[key]
+        if key not in cached_costs:
+            cached_costs[key] = layer_costs(layers_of(chains, trainable, {name: squares}))[name]
+        return cached_costs[key]
 
     return Workload(
         tuple(
-            chain_work(chain, [costs(chain.name, each) for each in squares])
+            chain_work(chain, [costs(chain.name, row) for row in squares])
             for chain, squares in zip(ring.chains, (*rows.feeding, rows.reading), strict=True)
         ),
-        tuple(tuple(sorted(each)) for each in rows.inputs),
+        tuple(tuple(sorted(row)) for row in rows.inputs),
     )
 
 
@@ -269,11 +271,11 @@ def make_slots(chains: Chains, graph: Graph, live: int | None = None) -> Slots:
     """Slots with room for `live` microbatches of the reader at a time; None: for all of a step. No
     residuals are kept."""
     slots: Slots = {}
-    for number, chain in enumerate(graph.ring.chains):
+    for chain_index, chain in enumerate(graph.ring.chains):
         rows = chains.room if chain.name in chains.read else 1
         room = graph.size if live is None else live * rows * chain.chunks_per_rank
-        slots |= {(pool, number): room for pool in Pool if pool != Pool.RESIDUAL}
-        slots[Pool.PENDING, number] = PENDING
+        slots |= {(pool, chain_index): room for pool in Pool if pool != Pool.RESIDUAL}
+        slots[Pool.PENDING, chain_index] = PENDING
     return slots
 
 
@@ -340,27 +342,27 @@ def measure(
     """Record of one variant: means over the batches of all seeds."""
     chains = MODELS[model]
     chunks = best_chunks(chains, variant, mode, microbatches, stages)
-    found = []
+    samples = []
     for seed in seeds:
         graph = make_graph(chains, variant, mode, seed, microbatches, stages, chunks)
-        began = time.perf_counter()
+        start = time.perf_counter()
         schedule = make_schedule(chains, variant, graph, live, rollouts)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         ticks = len(schedule.ticks)
-        time_ = lockstep(schedule)
-        shares = time_ * UNIT / 1e15, asynchronous(schedule) * UNIT / 1e15
-        found.append(
+        lockstep_time = lockstep(schedule)
+        petaflops = lockstep_time * UNIT / 1e15, asynchronous(schedule) * UNIT / 1e15
+        samples.append(
             (
-                *shares,
-                efficiency(schedule, time_),
+                *petaflops,
+                efficiency(schedule, lockstep_time),
                 ticks,
                 waiting_bytes(chains, schedule) / 1e9,
                 seconds,
             )
         )
-    means = [statistics.fmean(column) for column in zip(*found, strict=True)]
+    means = [statistics.fmean(column) for column in zip(*samples, strict=True)]
     names = ("lockstep", "asynchronous", "efficiency", "ticks", "waiting_gb", "seconds")
-    worst = min(each[2] for each in found)
+    worst_efficiency = min(sample[2] for sample in samples)
     return {
         "family": "layouts",
         "model": model,
@@ -368,7 +370,7 @@ def measure(
         "variant": variant.name,
         **dict(zip(names, means, strict=True)),
         "over_asynchronous": means[0] / means[1],
-        "efficiency_worst": worst,
+        "efficiency_worst": worst_efficiency,
     }
 
 
@@ -389,41 +391,47 @@ def measure_search(
     batches, and the time that a search takes to come near it."""
     chains = MODELS[model]
     chunks = best_chunks(chains, VARIANTS[-1], mode, microbatches, stages)
-    found = []
+    samples = []
     for seed in seeds:
         graph = make_graph(chains, VARIANTS[-1], mode, seed, microbatches, stages, chunks)
         slots = make_slots(chains, graph, live)
-        simple = lockstep(greedy(graph, slots))
-        began = time.process_time()
+        greedy_time = lockstep(greedy(graph, slots))
+        setup_start = time.process_time()
         search(graph, fixed_orders(), slots, rollouts=0)
-        ready = time.process_time()
+        search_start = time.process_time()
         searched = search(graph, fixed_orders(), slots, rollouts=rollouts)
-        seconds = time.process_time() - ready
-        start = ready - began
-        best = min(
+        seconds = time.process_time() - search_start
+        setup_seconds = search_start - setup_start
+        best_time = min(
             searched.lockstep, search(graph, fixed_orders(), slots, rollouts=long, seed=1).lockstep
         )
-        near = [number for number, cost in enumerate(searched.history) if cost <= WITHIN * best]
-        wait = (
-            start + (seconds - start) * near[0] / max(1, searched.rollouts)
-            if near
+        near_rollouts = [
+            rollout for rollout, cost in enumerate(searched.history) if cost <= WITHIN * best_time
+        ]
+        near_seconds = (
+            setup_seconds + (seconds - setup_seconds) * near_rollouts[0] / max(1, searched.rollouts)
+            if near_rollouts
             else float("inf")
         )
-        gaps = simple / best - 1, searched.lockstep / best - 1, best / lower_bound(graph) - 1
-        found.append((*gaps, seconds, wait))
-    greedy_gap, search_gap, best_gap, seconds_, _ = (
-        statistics.fmean(column) for column in zip(*found, strict=True)
+        gaps = (
+            greedy_time / best_time - 1,
+            searched.lockstep / best_time - 1,
+            best_time / lower_bound(graph) - 1,
+        )
+        samples.append((*gaps, seconds, near_seconds))
+    greedy_gap, search_gap, best_gap, mean_seconds, _ = (
+        statistics.fmean(column) for column in zip(*samples, strict=True)
     )
-    times = [each[-1] for each in found if each[-1] != float("inf")]
+    times = [sample[-1] for sample in samples if sample[-1] != float("inf")]
     return {
         "model": model,
         "mode": mode,
-        "instances": len(found),
+        "instances": len(samples),
         "greedy_gap": greedy_gap,
         "search_gap": search_gap,
-        "search_gap_worst": max(each[1] for each in found),
+        "search_gap_worst": max(sample[1] for sample in samples),
         "best_over_bound": best_gap,
-        "search_cpu_s": seconds_,
+        "search_cpu_s": mean_seconds,
         "near": len(times),
         "near_cpu_s": statistics.median(times) if times else None,
     }
@@ -444,26 +452,26 @@ def measure_microbatches(
 ) -> dict[str, float]:
     """How much more even planned microbatches are than microbatches in random order: ratios of
     standard deviations, the mean and the least over seeds."""
-    falls: dict[str, list[float]] = {"vision": [], "language": []}
+    std_ratios: dict[str, list[float]] = {"vision": [], "language": []}
     milliseconds = []
     for seed in seeds:
         random = np.random.default_rng(seed)
         vision, text = np.exp(random.uniform(0, np.log([[40.0], [20.0]]), (2, examples)))
         work = {"vision": np.rint(1e9 * vision), "language": np.rint(5e8 * (vision + text))}
         loads = {
-            name: PhaseLoad(each.astype(np.int64), each.astype(np.int64))
-            for name, each in work.items()
+            name: PhaseLoad(values.astype(np.int64), values.astype(np.int64))
+            for name, values in work.items()
         }
-        began = time.process_time()
+        start = time.process_time()
         plan = plan_microbatches({"vision": loads["vision"]}, loads[LANGUAGE], replicas, count)
-        milliseconds.append(1e3 * (time.process_time() - began))
+        milliseconds.append(1e3 * (time.process_time() - start))
         in_order = random.permutation(examples).reshape(replicas * count, -1)
-        for name, each in work.items():
-            after = loads_of(plan, loads[name].work, name, replicas)
-            falls[name].append(float(each[in_order].sum(axis=1).std() / after.std()))
+        for name, values in work.items():
+            planned_loads = loads_of(plan, loads[name].work, name, replicas)
+            std_ratios[name].append(float(values[in_order].sum(axis=1).std() / planned_loads.std()))
     return {
-        **{f"{name}_std_ratio": statistics.fmean(each) for name, each in falls.items()},
-        **{f"{name}_std_ratio_worst": min(each) for name, each in falls.items()},
+        **{f"{name}_std_ratio": statistics.fmean(values) for name, values in std_ratios.items()},
+        **{f"{name}_std_ratio_worst": min(values) for name, values in std_ratios.items()},
         "plan_cpu_ms": statistics.median(milliseconds),
     }
 
@@ -491,37 +499,43 @@ def main(command: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--modes", nargs="+", choices=MODES, help="default: all of the model")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    real = parser.add_argument_group("real")
-    real.add_argument("--profiles", nargs="+", choices=tuple(PROFILES), default=["8B"])
-    real.add_argument("--mixes", nargs="+", choices=tuple(MIXES), default=["all"])
-    real.add_argument("--data", type=Path, metavar="DIR", help="that holds train.jsonl, as a mix")
-    real.add_argument("--real-stages", nargs="+", type=positive_int, default=[4])
-    real.add_argument("--per-replica", nargs="+", type=positive_int, default=[8, 32, 128])
-    real.add_argument("--real-modes", nargs="+", choices=tuple(REAL_MODES), default=["train_all"])
-    real.add_argument("--real-seeds", type=positive_int, default=2, help="batches of each instance")
-    real.add_argument(
+    real_group = parser.add_argument_group("real")
+    real_group.add_argument("--profiles", nargs="+", choices=tuple(PROFILES), default=["8B"])
+    real_group.add_argument("--mixes", nargs="+", choices=tuple(MIXES), default=["all"])
+    real_group.add_argument(
+        "--data", type=Path, metavar="DIR", help="that holds train.jsonl, as a mix"
+    )
+    real_group.add_argument("--real-stages", nargs="+", type=positive_int, default=[4])
+    real_group.add_argument("--per-replica", nargs="+", type=positive_int, default=[8, 32, 128])
+    real_group.add_argument(
+        "--real-modes", nargs="+", choices=tuple(REAL_MODES), default=["train_all"]
+    )
+    real_group.add_argument(
+        "--real-seeds", type=positive_int, default=2, help="batches of each instance"
+    )
+    real_group.add_argument(
         "--real-variants", nargs="+", choices=tuple(REAL_VARIANTS), default=list(REAL_VARIANTS)
     )
     options = parser.parse_args(command)
-    of_model = MODELS[options.model].modes
-    if unknown := [mode for mode in options.modes or () if mode not in of_model]:
+    model_modes = MODELS[options.model].modes
+    if unknown_modes := [mode for mode in options.modes or () if mode not in model_modes]:
         parser.error(
-            f"--modes {' '.join(unknown)}: --model {options.model!r} has {', '.join(of_model)}"
+            f"--modes {' '.join(unknown_modes)}: --model {options.model!r} has {', '.join(model_modes)}"
         )
     try:  # before anything is measured
         files = FileLengths.of(options.data, tuple(PHASES)) if options.data else None
     except FILE_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    found: dict[str, Any] = {"rows": []}
+    results: dict[str, Any] = {"rows": []}
     if "layouts" in options.families:
-        found = _layouts(options)
+        results = _layouts(options)
     if "microbatches" in options.families:
-        even = measure_microbatches(range(options.seed, options.seed + options.seeds))
-        print_table("Microbatches against random order", [*even], [[*even.values()]])
-        found["even"] = even
+        evenness = measure_microbatches(range(options.seed, options.seed + options.seeds))
+        print_table("Microbatches against random order", [*evenness], [[*evenness.values()]])
+        results["even"] = evenness
     if "real" in options.families:
-        found["rows"] += _real(options, files)
+        results["rows"] += _real(options, files)
     write_json(
         options.json,
         "pipeline",
@@ -535,7 +549,7 @@ def main(command: Sequence[str] | None = None) -> int:
         live=options.live,
         rollouts=options.rollouts,
         long=options.long,
-        **found,
+        **results,
     )
     return 0
 
@@ -545,12 +559,16 @@ def _layouts(options: Namespace) -> dict[str, Any]:
     seeds = range(options.seed, options.seed + options.seeds)
     shape = (seeds, options.microbatches, options.stages, options.live, options.rollouts)
     modes = options.modes or list(MODELS[options.model].modes)
-    variants = [each for each in VARIANTS if each == VARIANTS[0] or each.name in options.variants]
+    variants = [
+        candidate
+        for candidate in VARIANTS
+        if candidate == VARIANTS[0] or candidate.name in options.variants
+    ]
     rows = []
     for mode in modes:
-        of_mode = [measure(options.model, mode, variant, *shape) for variant in variants]
-        show(mode, of_mode)
-        rows += of_mode
+        mode_rows = [measure(options.model, mode, variant, *shape) for variant in variants]
+        show(mode, mode_rows)
+        rows += mode_rows
     if not options.long:
         return {"rows": rows}
     quality = [measure_search(options.model, mode, *shape, options.long) for mode in modes]
@@ -568,15 +586,17 @@ def _real(options: Namespace, files: FileLengths | None) -> list[dict[str, Any]]
     for instance in instances(
         options.profiles, mixes, options.real_modes, options.real_stages, options.per_replica
     ):
-        of_instance = measure_real(instance, seeds, options.rollouts, files, options.real_variants)
-        show_real(of_instance)
-        rows += of_instance
+        instance_rows = measure_real(
+            instance, seeds, options.rollouts, files, options.real_variants
+        )
+        show_real(instance_rows)
+        rows += instance_rows
     return rows
 
 
 def show(mode: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the table of one mode."""
-    first = rows[0]
+    reference = rows[0]
     names = (
         "lockstep",
         "asynchronous",
@@ -591,8 +611,8 @@ def show(mode: str, rows: Sequence[Mapping[str, Any]]) -> None:
         [
             row["variant"],
             *(row[name] for name in names),
-            first["lockstep"] / row["lockstep"],
-            first["asynchronous"] / row["lockstep"],
+            reference["lockstep"] / row["lockstep"],
+            reference["asynchronous"] / row["lockstep"],
         ]
         for row in rows
     ]

@@ -112,8 +112,8 @@ class Batch:
     @property
     def tokens(self) -> Longs:
         """Tokens of each example's language sequence, [B]."""
-        of_media = [count * (MEDIA[name].tokens + FRAME) for name, count in self.items.items()]
-        return np.sum([self.text, *of_media], axis=0)
+        media_tokens = [count * (MEDIA[name].tokens + FRAME) for name, count in self.items.items()]
+        return np.sum([self.text, *media_tokens], axis=0)
 
 
 def generate(encoders: Sequence[str], seed: int, microbatches: int) -> Batch:
@@ -126,14 +126,15 @@ def generate(encoders: Sequence[str], seed: int, microbatches: int) -> Batch:
     items: dict[str, list[Longs]] = {name: [] for name in encoders}
     text = []
     for microbatch in range(microbatches):
-        of_media = 0
+        media_tokens = 0
         for name in encoders:
             total = int(totals[name][microbatch])
             items[name].append(random.multinomial(total, random.dirichlet(np.ones(EXAMPLES))))
-            of_media += total * (MEDIA[name].tokens + FRAME)
-        left = int(ROW_TOKENS * random.uniform(*FILL)) - of_media - LEAST_TEXT * EXAMPLES
+            media_tokens += total * (MEDIA[name].tokens + FRAME)
+        text_budget = int(ROW_TOKENS * random.uniform(*FILL)) - media_tokens - LEAST_TEXT * EXAMPLES
         text.append(
-            LEAST_TEXT + random.multinomial(max(left, 0), random.dirichlet(np.ones(EXAMPLES)))
+            LEAST_TEXT
+            + random.multinomial(max(text_budget, 0), random.dirichlet(np.ones(EXAMPLES)))
         )
     return Batch(
         np.repeat(np.arange(microbatches), EXAMPLES),
@@ -146,16 +147,16 @@ def drawn_rows(batch: Batch) -> Rows:
     """Rows of a batch whose microbatches are as drawn, each with encoder rows of its own."""
     count = int(batch.microbatch.max()) + 1
     inputs: list[set[tuple[int, int]]] = [set() for _ in range(count)]
-    feeding = []
+    feeding_squares = []
     for chain, (name, items) in enumerate(batch.items.items()):
-        held: list[int] = []
+        row_items: list[int] = []
         for microbatch, total in enumerate(sums_by(batch.microbatch, items, count).tolist()):
-            most = MEDIA[name].of_row
-            rows = [min(most, total - start) for start in range(0, total, most)]
-            inputs[microbatch] |= {(chain, len(held) + row) for row in range(len(rows))}
-            held += rows
-        feeding.append([number * MEDIA[name].slots ** 2 for number in held])
-    return Rows(feeding, sums_by(batch.microbatch, batch.tokens**2, count).tolist(), inputs)
+            row_capacity = MEDIA[name].of_row
+            rows = [min(row_capacity, total - start) for start in range(0, total, row_capacity)]
+            inputs[microbatch] |= {(chain, len(row_items) + row) for row in range(len(rows))}
+            row_items += rows
+        feeding_squares.append([item_count * MEDIA[name].slots ** 2 for item_count in row_items])
+    return Rows(feeding_squares, sums_by(batch.microbatch, batch.tokens**2, count).tolist(), inputs)
 
 
 def planned_rows(model: ModelConfig, batch: Batch) -> Rows:
@@ -174,18 +175,18 @@ def planned_rows(model: ModelConfig, batch: Batch) -> Rows:
     )
     inputs: list[set[tuple[int, int]]] = [set() for _ in range(plan.microbatches)]
     order = np.lexsort((plan.language, plan.encoder)).tolist()
-    feeding = []
+    feeding_squares = []
     for chain, (name, items) in enumerate(batch.items.items()):
-        held: list[int] = []
+        row_items: list[int] = []
         for example in order:
             for _ in range(int(items[example])):
-                if not held or held[-1] == MEDIA[name].of_row:
-                    held.append(0)
-                held[-1] += 1
-                inputs[plan.language[example]].add((chain, len(held) - 1))
-        feeding.append([number * MEDIA[name].slots ** 2 for number in held])
-    squares = sums_by(plan.language, batch.tokens**2, plan.microbatches).tolist()
-    return Rows(feeding, squares, inputs)
+                if not row_items or row_items[-1] == MEDIA[name].of_row:
+                    row_items.append(0)
+                row_items[-1] += 1
+                inputs[plan.language[example]].add((chain, len(row_items) - 1))
+        feeding_squares.append([item_count * MEDIA[name].slots ** 2 for item_count in row_items])
+    reading_squares = sums_by(plan.language, batch.tokens**2, plan.microbatches).tolist()
+    return Rows(feeding_squares, reading_squares, inputs)
 
 
 def media_and_text(
@@ -205,8 +206,8 @@ def media_and_text(
         model=model,
         layers={name: phase_layers(model, name) for name in (*encoders, LANGUAGE)},
         modes={
-            mode: frozenset(each for each in components if each.startswith(tuple(beginnings)))
-            for mode, beginnings in modes.items()
+            mode: frozenset(each for each in components if each.startswith(tuple(prefixes)))
+            for mode, prefixes in modes.items()
         },
         slots={name: each.of_row * each.slots for name, each in media.items()}
         | {LANGUAGE: ROW_TOKENS},

@@ -199,7 +199,7 @@ def ours(instance: Instance, lengths: Lengths, variant: str, rollouts: int) -> d
     spans = SPANS if variant in SHARING else (1,)
     if variant == "4 per stage":
         settings["microbatches"] = PER_STAGE * instance.stages
-    began = time.process_time()
+    start = time.process_time()
     sizes = choose_pipeline(
         lengths.samples,
         sizing_inputs(instance, lengths.longest, spans),
@@ -209,15 +209,15 @@ def ours(instance: Instance, lengths: Lengths, variant: str, rollouts: int) -> d
         instance.examples,
         remat=FORWARD_TWICE,
     )
-    chosen = time.process_time()
-    found = []
+    sizing_end = time.process_time()
+    figures = []
     for batch in lengths.batches:
         runs = plan_runs(batch, sizes.spec, sizes.training)
-        found.append(_figures(instance, batch, sizes.spec, sizes.training, runs))
-    planned = time.process_time()
-    return _mean(found) | {
-        "sizing_s": chosen - began,
-        "plan_s": (planned - chosen) / len(found),
+        figures.append(_figures(instance, batch, sizes.spec, sizes.training, runs))
+    planning_end = time.process_time()
+    return _mean(figures) | {
+        "sizing_s": sizing_end - start,
+        "plan_s": (planning_end - sizing_end) / len(figures),
         "capacities": {name: list(phase.capacities) for name, phase in sizes.spec.phases.items()},
         "spans": {name: phase.widest for name, phase in sizes.spec.phases.items()},
         "chunks": {
@@ -242,17 +242,19 @@ def _figures(
             rows = run.rows.phases[chain.name]
             items = batch.phases[chain.name]
             phase = spec.phases[chain.name]
-            of_rows = np.array(phase.capacities)[rows.row_class]
-            slots[chain.name] += int(of_rows.sum()) * phase.ranks
-            real, squares = (
+            row_values = np.array(phase.capacities)[rows.row_class]
+            slots[chain.name] += int(row_values.sum()) * phase.ranks
+            real_slots, squares = (
                 sums_by(rows.row, values[rows.item], rows.count)
                 for values in (items.real, phase.cost.squares(items.length, items.extra)[0])
             )
             costs = pipeline.costs[chain.name]
-            of_rows = slot_work(costs, real / REPLICAS, np.array([squares / REPLICAS]))
-            work += rank_work(of_rows, chain.stages, instance.stages, chain.name == LANGUAGE)
+            row_values = slot_work(costs, real_slots / REPLICAS, np.array([squares / REPLICAS]))
+            work += rank_work(row_values, chain.stages, instance.stages, chain.name == LANGUAGE)
     schedules = [run.schedule for run in runs]
-    times = [sum(time_(schedule) for schedule in schedules) for time_ in (lockstep, asynchronous)]
+    times = [
+        sum(time_of(schedule) for schedule in schedules) for time_of in (lockstep, asynchronous)
+    ]
     capacities = {name: phase.capacities[0] for name, phase in spec.phases.items()}
     return {
         "lockstep": times[0] / PFLOP,
@@ -297,12 +299,12 @@ def _others(instance: Instance, batch: BatchItems) -> dict[str, Any]:
         squares[name] = sums_by(
             owner, flops[name].squares(items.length, items.extra)[0], REPLICAS * count
         )
-    capacities = {name: max(1, int(of_cells.mean())) for name, of_cells in slots.items()}
+    capacities = {name: max(1, int(cell_values.mean())) for name, cell_values in slots.items()}
     rows = {name: (capacity,) for name, capacity in capacities.items()}
     layers = ChainLayers(instance.model, instance.trained, rows, FORWARD_TWICE)
-    mean_squares = {name: (int(of_cells.mean()), 0) for name, of_cells in squares.items()}
-    of_layers = layers.layers(mean_squares, capacities)
-    ring = partition(of_layers, instance.stages, "chain", cut_by="parameters")
+    mean_squares = {name: (int(cell_values.mean()), 0) for name, cell_values in squares.items()}
+    chain_layers = layers.layers(mean_squares, capacities)
+    ring = partition(chain_layers, instance.stages, "chain", cut_by="parameters")
     costs = layers.costs(ring)
     schedules = []
     work = np.zeros(instance.stages)
@@ -314,14 +316,14 @@ def _others(instance: Instance, batch: BatchItems) -> dict[str, Any]:
     # The replicas meet at the end of a step, so the slowest decides.
     slowest = max(schedules, key=asynchronous)
     times = lockstep(slowest), asynchronous(slowest)
-    largest = {name: int(of_cells.max()) for name, of_cells in slots.items()}
+    largest_slots = {name: int(cell_values.max()) for name, cell_values in slots.items()}
     return {
         "lockstep": times[0] / PFLOP,
         "asynchronous": times[1] / PFLOP,
         "over_asynchronous": times[0] / times[1],
         "efficiency": work.max() / times[1],
         "ideal": work.mean() / PFLOP,
-        "live_gb": waiting_gb(instance.model, slowest, largest),
+        "live_gb": waiting_gb(instance.model, slowest, largest_slots),
         "microbatches": count,
         "runs": 1,
         "ticks": len(slowest.ticks),
@@ -335,12 +337,12 @@ def _others(instance: Instance, batch: BatchItems) -> dict[str, Any]:
 def dealt(tokens: Longs, cells: int) -> Longs:
     """Cell (replica and microbatch) of each example, [B]: the longest example first, each to the
     cell with the fewest tokens so far."""
-    heap = [(0, number) for number in range(cells)]
+    heap = [(0, index) for index in range(cells)]
     cell = np.zeros(len(tokens), np.int64)
     for example in np.argsort(-tokens, kind="stable").tolist():
-        load, number = heapq.heappop(heap)
-        cell[example] = number
-        heapq.heappush(heap, (load + int(tokens[example]), number))
+        load, index = heapq.heappop(heap)
+        cell[example] = index
+        heapq.heappush(heap, (load + int(tokens[example]), index))
     return cell
 
 
@@ -353,19 +355,25 @@ def _workload(
 ) -> Workload:
     """Work of one replica: a microbatch costs what it holds, and has no encoder row where it has no
     media."""
-    works = []
+    chain_works = []
     inputs: list[list[tuple[int, int]]] = [[] for _ in cells]
-    for number, chain in enumerate(ring.chains):
-        held = cells if chain.name == LANGUAGE else cells[slots[chain.name][cells] > 0]
-        of_rows = slot_work(
-            costs[chain.name], slots[chain.name][held], squares[chain.name][None, held]
+    for chain_index, chain in enumerate(ring.chains):
+        filled_cells = cells if chain.name == LANGUAGE else cells[slots[chain.name][cells] > 0]
+        row_work = slot_work(
+            costs[chain.name],
+            slots[chain.name][filled_cells],
+            squares[chain.name][None, filled_cells],
         )
-        whole = [np.rint(of_kind).astype(np.int64) for of_kind in of_rows]
-        works.append(ChainWork(np.maximum(whole[0], 1), whole[3], whole[1], whole[2]))
+        rounded_work = [np.rint(kind_work).astype(np.int64) for kind_work in row_work]
+        chain_works.append(
+            ChainWork(
+                np.maximum(rounded_work[0], 1), rounded_work[3], rounded_work[1], rounded_work[2]
+            )
+        )
         if chain.name != LANGUAGE:
-            for row, microbatch in enumerate((held - cells[0]).tolist()):
-                inputs[microbatch].append((number, row))
-    return Workload(tuple(works), tuple(map(tuple, inputs)))
+            for row, microbatch in enumerate((filled_cells - cells[0]).tolist()):
+                inputs[microbatch].append((chain_index, row))
+    return Workload(tuple(chain_works), tuple(map(tuple, inputs)))
 
 
 # ---------------------------------------------------------------------------- figures
@@ -391,17 +399,17 @@ def rank_work(of_rows: Any, stages: Sequence[int], count: int, last_is_fused: bo
       count: S.
       last_is_fused: the last chunk has one operation for both passes, so its forward runs once.
     """
-    of_chunks = of_rows.sum(axis=(0, 2))
+    chunk_work = of_rows.sum(axis=(0, 2))
     if last_is_fused and of_rows[1:, -1].any():
-        of_chunks[-1] -= of_rows[0, -1].sum()  # its backward already counts the forward
-    return np.bincount(stages, of_chunks, count)
+        chunk_work[-1] -= of_rows[0, -1].sum()  # its backward already counts the forward
+    return np.bincount(stages, chunk_work, count)
 
 
 def waiting_gb(model: ModelConfig, schedule: Schedule, capacities: Mapping[str, int]) -> float:
     """GB of the slots that a schedule needs on a rank, in bfloat16. No backward is split."""
     total = 0
-    for (pool, number), count in slots_needed([schedule]).items():
-        name = schedule.graph.ring.chains[number].name
+    for (pool, chain_index), count in slots_needed([schedule]).items():
+        name = schedule.graph.ring.chains[chain_index].name
         crosses = pool in (Pool.TOKENS, Pool.TOKEN_GRADIENT)
         slots = capacities[name] // (slots_per_token(name, model) if crosses else 1)
         width = model.token_width if crosses else model.carried_width(name)
@@ -412,14 +420,14 @@ def waiting_gb(model: ModelConfig, schedule: Schedule, capacities: Mapping[str, 
 def _mean(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Mean of every figure over the batches that have it."""
     means: dict[str, Any] = {}
-    for name, first in found[0].items():
-        if isinstance(first, dict):
+    for name, sample_value in found[0].items():
+        if isinstance(sample_value, dict):
             means[name] = {
-                key: statistics.fmean(each[name][key] for each in found if key in each[name])
-                for key in first
+                key: statistics.fmean(record[name][key] for record in found if key in record[name])
+                for key in sample_value
             }
         else:
-            means[name] = statistics.fmean(each[name] for each in found)
+            means[name] = statistics.fmean(record[name] for record in found)
     return means
 
 
@@ -458,32 +466,32 @@ def measure_real(
         lengths = from_files(instance, files, seeds)
     else:
         lengths = generated(instance, seeds)
-    first = others(instance, lengths)
-    figures = {OTHERS: first} | {
+    reference = others(instance, lengths)
+    figures = {OTHERS: reference} | {
         variant: ours(instance, lengths, variant, rollouts) for variant in variants
     }
     times = {
-        variant: found["asynchronous" if variant == OTHERS else "lockstep"]
-        for variant, found in figures.items()
+        variant: record["asynchronous" if variant == OTHERS else "lockstep"]
+        for variant, record in figures.items()
     }
     return [
         {
             "family": "real",
             **vars(instance),
             "variant": variant,
-            **found,
-            "gain": first["asynchronous"] / times[variant],
-            "gain_asynchronous": first["asynchronous"] / found["asynchronous"],
-            "over_ideal": times[variant] / found["ideal"],
-            "bound": first["asynchronous"] / found["ideal"],
+            **record,
+            "gain": reference["asynchronous"] / times[variant],
+            "gain_asynchronous": reference["asynchronous"] / record["asynchronous"],
+            "over_ideal": times[variant] / record["ideal"],
+            "bound": reference["asynchronous"] / record["ideal"],
         }
-        for variant, found in figures.items()
+        for variant, record in figures.items()
     ]
 
 
 def show_real(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the table of one instance."""
-    first = rows[0]
+    reference = rows[0]
     columns = ("lockstep", "asynchronous", "over_asynchronous", "efficiency")
     table = [
         [
@@ -501,8 +509,8 @@ def show_real(rows: Sequence[Mapping[str, Any]]) -> None:
         for row in rows
     ]
     print_table(
-        f"real: {first['profile']}, mix {first['mix']}, {first['mode']}, {first['stages']} stages, "
-        f"{first['per_replica']} examples per replica; fill of {' '.join(first['fill'])}",
+        f"real: {reference['profile']}, mix {reference['mix']}, {reference['mode']}, {reference['stages']} stages, "
+        f"{reference['per_replica']} examples per replica; fill of {' '.join(reference['fill'])}",
         [
             *("variant", "lockstep", "asynchronous", "over", "efficiency", "fill", "microbatches"),
             *("GB", "gain", "asynchronous", "bound", "over ideal", "sizing s"),

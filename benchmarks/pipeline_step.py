@@ -107,24 +107,26 @@ def calibrate(config: Config, inputs: RunInputs, repeats: int) -> StepTimes:
     """Time a plan that is not compared, on batches that no plan is measured on."""
     planned = Planned.make(config, inputs, CALIBRATION)
     programs = planned.programs
-    first = len(inputs.samples)
+    first_step = len(inputs.samples)
     steps = [
-        planned.filler(number, batch_examples(inputs.order, config.data.batch_size, first + number))
-        for number in range(CALIBRATED_STEPS)
+        planned.filler(
+            step, batch_examples(inputs.order, config.data.batch_size, first_step + step)
+        )
+        for step in range(CALIBRATED_STEPS)
     ]
-    together = partial(multihost_utils.sync_global_devices, "calibrate")
+    barrier = partial(multihost_utils.sync_global_devices, "calibrate")
     state = programs.init(config.run.seed)
-    terms = measure_ticks(programs, state.params, steps, repeats, together)
-    rests = []
+    terms = measure_ticks(programs, state.params, steps, repeats, barrier)
+    rest_seconds = []
     for host in [steps[0], *steps * repeats]:  # the first step compiles, and does not count
         batch = programs.put(host)
         jax.block_until_ready(batch.runs)
-        gradients = call_seconds(partial(programs.gradients, state.params, batch), together)
-        whole = call_seconds(partial(programs.train, state, batch), together)
+        gradient_seconds = call_seconds(partial(programs.gradients, state.params, batch), barrier)
+        train_seconds = call_seconds(partial(programs.train, state, batch), barrier)
         # The step donates its state; wait for the new one, or its making would count as gradients
         state = jax.block_until_ready(programs.init(config.run.seed))
-        rests.append(whole - gradients)
-    return StepTimes(terms, max(0.0, statistics.median(rests[1:])))
+        rest_seconds.append(train_seconds - gradient_seconds)
+    return StepTimes(terms, max(0.0, statistics.median(rest_seconds[1:])))
 
 
 def measure(config: Config, plans: Sequence[str], steps: int, repeats: int) -> Measured:
@@ -137,52 +139,57 @@ def measure(config: Config, plans: Sequence[str], steps: int, repeats: int) -> M
     inputs = prepare(config, make_mesh(config.mesh_sizes, spans=mesh_spans(config)))
     times = calibrate(config, inputs, repeats)
     planned = {name: Planned.make(config, inputs, PLANS[name]) for name in plans}
-    states = {name: each.programs.init(config.run.seed) for name, each in planned.items()}
+    states = {name: prepared.programs.init(config.run.seed) for name, prepared in planned.items()}
     names = ("seconds", "predicted", "cost", "idle", "ticks", "plan_ms")
-    found: Measured = {plan: {name: [] for name in names} for plan in plans}
-    first = len(inputs.samples) + CALIBRATED_STEPS
-    for number in range(WARM_UP + steps):
-        examples = batch_examples(inputs.order, config.data.batch_size, first + number)
-        for name in plans if number % 2 else plans[::-1]:
+    values_by_plan: Measured = {plan: {name: [] for name in names} for plan in plans}
+    first_step = len(inputs.samples) + CALIBRATED_STEPS
+    for step in range(WARM_UP + steps):
+        examples = batch_examples(inputs.order, config.data.batch_size, first_step + step)
+        for name in plans if step % 2 else plans[::-1]:
             programs = planned[name].programs
-            host = planned[name].filler(number, examples)
+            host = planned[name].filler(step, examples)
             batch = programs.put(host)
             jax.block_until_ready(batch.runs)
-            multihost_utils.sync_global_devices(f"{number} {name}")
-            began = time.perf_counter()
+            multihost_utils.sync_global_devices(f"{step} {name}")
+            start = time.perf_counter()
             states[name], metrics = programs.train(states[name], batch)
             jax.block_until_ready((states[name], metrics))
-            took = time.perf_counter() - began
-            if number >= WARM_UP:
-                told = host.statistics
+            step_seconds = time.perf_counter() - start
+            if step >= WARM_UP:
+                host_statistics = host.statistics
                 row = [
-                    took,
-                    times.seconds(told),
-                    *(told[f"pipeline/{key}"] for key in ("cost", "idle_share", "ticks")),
-                    told["plan_ms"],
+                    step_seconds,
+                    times.seconds(host_statistics),
+                    *(
+                        host_statistics[f"pipeline/{key}"]
+                        for key in ("cost", "idle_share", "ticks")
+                    ),
+                    host_statistics["plan_ms"],
                 ]
-                for values, value in zip(found[name].values(), row, strict=True):
+                for values, value in zip(values_by_plan[name].values(), row, strict=True):
                     values.append(value)
-    return found
+    return values_by_plan
 
 
 def summarise(measured: Measured) -> list[dict[str, Any]]:
     """One record per plan: quartiles of its seconds and of the yardstick's seconds over its own,
     and the predictions."""
-    first = next(iter(measured.values()))
+    reference = next(iter(measured.values()))
     return [
         {
             "plan": name,
-            "seconds": quartiles(of["seconds"]),
-            "ratio": quartiles((np.array(first["seconds"]) / np.array(of["seconds"])).tolist()),
-            "predicted_seconds": statistics.median(of["predicted"]),
-            "predicted_ratio": sum(first["predicted"]) / sum(of["predicted"]),
-            "ratio_by_flops": sum(first["cost"]) / sum(of["cost"]),
-            "idle_share": statistics.fmean(of["idle"]),
-            "ticks": statistics.fmean(of["ticks"]),
-            "plan_ms": statistics.median(of["plan_ms"]),
+            "seconds": quartiles(figures["seconds"]),
+            "ratio": quartiles(
+                (np.array(reference["seconds"]) / np.array(figures["seconds"])).tolist()
+            ),
+            "predicted_seconds": statistics.median(figures["predicted"]),
+            "predicted_ratio": sum(reference["predicted"]) / sum(figures["predicted"]),
+            "ratio_by_flops": sum(reference["cost"]) / sum(figures["cost"]),
+            "idle_share": statistics.fmean(figures["idle"]),
+            "ticks": statistics.fmean(figures["ticks"]),
+            "plan_ms": statistics.median(figures["plan_ms"]),
         }
-        for name, of in measured.items()
+        for name, figures in measured.items()
     ]
 
 
@@ -201,9 +208,9 @@ def main(command: Sequence[str] | None = None) -> int:
     if options.stages < 2 or min(options.batch, options.steps, options.repeats) < 1:
         parser.error("--stages must be at least 2, --batch, --steps and --repeats positive")
     if PROCESS_ID not in os.environ:
-        own = sys.argv[1:] if command is None else command
+        arguments = sys.argv[1:] if command is None else command
         return run_local(
-            [sys.executable, "-m", "benchmarks.pipeline_step", *own], options.stages, 1
+            [sys.executable, "-m", "benchmarks.pipeline_step", *arguments], options.stages, 1
         )
 
     pin_to_core(int(os.environ[PROCESS_ID]))
@@ -219,12 +226,12 @@ def main(command: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 "pipeline.flops_per_tick must be 0: what a tick takes is measured here"
             )
-        measured = measure(config, options.plans, options.steps, options.repeats)
+        measurements = measure(config, options.plans, options.steps, options.repeats)
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if jax.process_index() == 0:
-        rows = summarise(measured)
+        rows = summarise(measurements)
         show(rows, f"{options.config}: {options.stages} stages x {options.batch} examples")
         settings = {
             "config": options.config,
@@ -241,7 +248,7 @@ def main(command: Sequence[str] | None = None) -> int:
             GENERATOR,
             **settings,
             rows=rows,
-            measured=measured,
+            measured=measurements,
         )
     return 0
 

@@ -39,7 +39,7 @@ MOST_FRAMES = 16 * FRAME_RATE
 FRAME_SLOTS = (min(CLIP_SIDES) // SIDE) ** 2  # slots for each `FRAMES` frames
 ROW_TEXT = 1024  # tokens of a row of the decoder
 ROW_SLOTS = MOST_FRAMES // FRAMES * FRAME_SLOTS + ROW_TEXT  # slots of a row of the generator
-# items of an average row of the decoder, and of the generator
+# Items of an average row of the decoder, and of the generator
 CAPTIONS = 10
 CLIPS = 3
 
@@ -67,26 +67,26 @@ class Clips:
 def generate(seed: int, microbatches: int) -> Clips:
     """Draw clips; each microbatch takes them in that order until the next clip has no room."""
     random = np.random.default_rng(seed)
-    placed: list[tuple[int, int, int]] = []
-    number = 0
+    placements: list[tuple[int, int, int]] = []
+    microbatch = 0
     clips = 0
     frames = 0
     slots = 0
     while True:
-        drawn = round(SECONDS.draw(random, 1)[0] * FRAME_RATE)
+        clip_frames = round(SECONDS.draw(random, 1)[0] * FRAME_RATE)
         caption = round(CAPTION.draw(random, 1)[0])
-        latents = -(-drawn // FRAMES) * FRAME_SLOTS
+        latents = -(-clip_frames // FRAMES) * FRAME_SLOTS
         clips = clips + 1
-        frames = frames + drawn
+        frames = frames + clip_frames
         slots = slots + latents + caption
         if clips > MOST_CLIPS or frames > MOST_FRAMES or slots > ROW_SLOTS:
-            number = number + 1
+            microbatch = microbatch + 1
             clips = 1
-            frames = drawn
+            frames = clip_frames
             slots = latents + caption
-        if number == microbatches:
-            return Clips(*np.array(placed, np.int64).T)
-        placed.append((number, latents, caption))
+        if microbatch == microbatches:
+            return Clips(*np.array(placements, np.int64).T)
+        placements.append((microbatch, latents, caption))
 
 
 def drawn_rows(batch: Clips) -> Rows:
@@ -125,20 +125,20 @@ def _rows(batch: Clips, order: Longs, microbatch: Longs, count: int, apart: bool
       apart: whether each row has captions of one microbatch only.
     """
     inputs: list[set[tuple[int, int]]] = [set() for _ in range(count)]
-    feeding: list[int] = []
-    filled = ROW_TEXT
-    last = -1
+    row_squares: list[int] = []
+    row_tokens = ROW_TEXT
+    last_reader = -1
     for clip in order.tolist():
         text = int(batch.text[clip])
         reader = int(microbatch[clip])
-        if filled + text > ROW_TEXT or (apart and reader != last):
-            feeding.append(0)
-            filled = 0
-        filled = filled + text
-        last = reader
-        feeding[-1] += text**2
-        inputs[reader].add((0, len(feeding) - 1))
-    return Rows([feeding], sums_by(microbatch, batch.slots**2, count).tolist(), inputs)
+        if row_tokens + text > ROW_TEXT or (apart and reader != last_reader):
+            row_squares.append(0)
+            row_tokens = 0
+        row_tokens = row_tokens + text
+        last_reader = reader
+        row_squares[-1] += text**2
+        inputs[reader].add((0, len(row_squares) - 1))
+    return Rows([row_squares], sums_by(microbatch, batch.slots**2, count).tolist(), inputs)
 
 
 def _language_layers() -> tuple[Layer, ...]:

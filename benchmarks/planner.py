@@ -118,16 +118,16 @@ def read_runs(path: Path) -> list[Published]:
       TextRunError: a line is not a run; the message names file and line.
     """
     runs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
         try:
             runs.append(Published.of(json.loads(line)))
             runs[-1].predicted(RATES, efficiency=1.0)
         except KeyError as error:
-            raise TextRunError(f"{path}, line {number}: no key {error}") from error
+            raise TextRunError(f"{path}, line {line_number}: no key {error}") from error
         except (ValueError, TypeError) as error:  # errors of JSON, runs and clusters are among them
-            raise TextRunError(f"{path}, line {number}: {error}") from error
+            raise TextRunError(f"{path}, line {line_number}: {error}") from error
     return runs
 
 
@@ -145,15 +145,15 @@ def unknown_rows(runs: Sequence[Published], fitted: Sequence[Published]) -> list
     fit to `fitted` without that system."""
     rows = []
     for owner in sorted({run.owner for run in runs}):
-        others = [run for run in fitted if run.owner != owner]
-        if all(run.chip != owner[1] for run in others):
+        other_runs = [run for run in fitted if run.owner != owner]
+        if all(run.chip != owner[1] for run in other_runs):
             continue
-        known = fit(others)
-        efficiency = known.expected(owner[1])
+        fit_result = fit(other_runs)
+        efficiency = fit_result.expected(owner[1])
         uncertainty = cluster_of(owner[1]).efficiency.uncertainty
         for run in runs:
             if run.owner == owner:
-                row = _row(UNKNOWN_SYSTEM, run, known, efficiency)
+                row = _row(UNKNOWN_SYSTEM, run, fit_result, efficiency)
                 seconds = row["predicted_s"]
                 row |= {"low_s": seconds * (1 - uncertainty), "high_s": seconds * (1 + uncertainty)}
                 rows.append(row)
@@ -186,13 +186,13 @@ def _row(kind: str, run: Published, known: Fit, efficiency: float) -> dict[str, 
 
 def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Statistics of the errors by kind, without runs of which only the trend counts."""
-    of_kind: dict[str, list[Mapping[str, Any]]] = {}
+    rows_by_kind: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if not row["trend"]:
-            of_kind.setdefault(row["kind"], []).append(row)
+            rows_by_kind.setdefault(row["kind"], []).append(row)
     result = {}
-    for kind, counted in of_kind.items():
-        errors = [abs(row["error"]) for row in counted]
+    for kind, kind_rows in rows_by_kind.items():
+        errors = [abs(row["error"]) for row in kind_rows]
         result[kind] = {
             "runs": len(errors),
             "median": statistics.median(errors),
@@ -200,8 +200,8 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
             "worst": max(errors),
         }
         if kind == UNKNOWN_SYSTEM:
-            held = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in counted]
-            result[kind]["in_interval"] = statistics.mean(held)
+            in_interval = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in kind_rows]
+            result[kind]["in_interval"] = statistics.mean(in_interval)
     return result
 
 
@@ -223,11 +223,11 @@ def show(rows: Sequence[Mapping[str, Any]], errors: Mapping[str, Mapping[str, fl
             if row["kind"] == kind
         ]
         print_table(kind, COLUMNS, lines, left_aligned=4)
-    for kind, of_kind in errors.items():
-        shares = (
-            f"{name} {100 * value:.1f} %" for name, value in of_kind.items() if name != "runs"
+    for kind, kind_errors in errors.items():
+        error_texts = (
+            f"{name} {100 * value:.1f} %" for name, value in kind_errors.items() if name != "runs"
         )
-        print(f"{kind}: {of_kind['runs']} runs, |error| {', '.join(shares)}")
+        print(f"{kind}: {kind_errors['runs']} runs, |error| {', '.join(error_texts)}")
 
 
 def main(command: Sequence[str] | None = None) -> int:
@@ -257,10 +257,10 @@ def main(command: Sequence[str] | None = None) -> int:
     if planner_measured.MEASURED in options.kinds:
         planner_measured.force_devices()
     rows: list[dict[str, Any]] = []
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     try:
         if PUBLISHED in options.kinds:
-            rows, found = _published(options.rows)
+            rows, facts = _published(options.rows)
         for kind in options.kinds:
             if kind != PUBLISHED:
                 rows += OTHERS[kind](options)
@@ -273,7 +273,7 @@ def main(command: Sequence[str] | None = None) -> int:
         options.seed,
         "published runs; log-normal loads of sigma 1.0 and 0.7; jaxmllm.tools.workload; sample-data",
         rows=rows,
-        **found,
+        **facts,
     )
     return 0
 
@@ -283,19 +283,19 @@ def _published(file: Path | None) -> tuple[list[dict[str, Any]], dict[str, Any]]
     published = read_runs(RUNS)
     runs = published if file is None else read_runs(file)
     fitted = [run for run in published if run.system not in TREND]
-    known = fit(fitted)
-    rows = [*published_rows(runs, known), *unknown_rows(runs, fitted)]
+    fit_result = fit(fitted)
+    rows = [*published_rows(runs, fit_result), *unknown_rows(runs, fitted)]
     errors = summary(rows)
     show(rows, errors)
-    print(f"fitted: {known.rates}")
-    for (system, chip), share in known.efficiencies.items():
+    print(f"fitted: {fit_result.rates}")
+    for (system, chip), share in fit_result.efficiencies.items():
         print(
-            f"efficiency of {system} on {chip}: {share:.3f} (another's: {known.expected(chip):.3f})"
+            f"efficiency of {system} on {chip}: {share:.3f} (another's: {fit_result.expected(chip):.3f})"
         )
-    stale = difference(known.rates, RATES)
-    if stale > SAME:
-        print(f"the stored constants differ from these by {100 * stale:.1f} %: store them anew")
-    return rows, {"errors": errors, "rates": vars(known.rates)}
+    drift = difference(fit_result.rates, RATES)
+    if drift > SAME:
+        print(f"the stored constants differ from these by {100 * drift:.1f} %: store them anew")
+    return rows, {"errors": errors, "rates": vars(fit_result.rates)}
 
 
 if __name__ == "__main__":

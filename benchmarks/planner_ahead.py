@@ -193,8 +193,8 @@ def measure(point: Point, chip: Chip, seed: int, compiled: Compiled) -> Iterator
         config, target_mesh(config, chip, point.devices), seed, MIX
     ).programs()
     names = point.chosen(programs)
-    missing = [name for name in names if key_of(point, in_words(name)) not in compiled]
-    for checked in check_jobs(config, programs, missing, chip):
+    uncompiled = [name for name in names if key_of(point, in_words(name)) not in compiled]
+    for checked in check_jobs(config, programs, uncompiled, chip):
         if isinstance(checked, FailedProgram):
             print(f"{in_words(checked.name)} does not compile: {checked.reason}", file=sys.stderr)
             continue
@@ -206,13 +206,13 @@ def measure(point: Point, chip: Chip, seed: int, compiled: Compiled) -> Iterator
 
 def facts_of(checked: CheckedProgram) -> dict[str, Any]:
     """The facts of one compiled program that its rows need."""
-    sent: dict[str, float] = {}
+    sent_by_kind: dict[str, float] = {}
     for transfer in checked.transfers:
         if transfer.exact and transfer.dtype != "s32":  # s32: index arrays
             kind = " ".join((transfer.operation, *transfer.axes))
-            sent[kind] = sent.get(kind, 0.0) + transfer.sent_bytes
+            sent_by_kind[kind] = sent_by_kind.get(kind, 0.0) + transfer.sent_bytes
     memory = checked.memory
-    return {"temporaries": memory.temporaries, "arguments": memory.arguments, "sent": sent}
+    return {"temporaries": memory.temporaries, "arguments": memory.arguments, "sent": sent_by_kind}
 
 
 def rows_of(
@@ -233,11 +233,11 @@ def rows_of(
     sizes = {"arguments": (program_bytes(programs.jobs[name]).arguments, facts["arguments"])}
     if estimate.moments:
         sizes["temporaries"] = (estimate.total, facts["temporaries"])
-    for what, (estimated, compiled) in sizes.items():
+    for quantity, (estimated, compiled) in sizes.items():
         yield {
             "kind": MEMORY,
             **setting,
-            "what": what,
+            "what": quantity,
             "estimated": estimated,
             "compiled": compiled,
             "error": estimated / max(compiled, 1) - 1,
@@ -253,11 +253,11 @@ def rows_of(
         ).items()
     }
     for kind in sorted({*predicted, *facts["sent"]}):
-        by_hand = predicted.get(kind, 0.0)
-        by_compiler = facts["sent"].get(kind, 0.0)
-        if max(by_hand, by_compiler) > SMALL:
+        predicted_bytes = predicted.get(kind, 0.0)
+        compiled_bytes = facts["sent"].get(kind, 0.0)
+        if max(predicted_bytes, compiled_bytes) > SMALL:
             operation, *axes = kind.split()
-            row = {"predicted_bytes": by_hand, "compiled_bytes": by_compiler}
+            row = {"predicted_bytes": predicted_bytes, "compiled_bytes": compiled_bytes}
             yield {"kind": COLLECTIVES, **setting, "operation": operation, "axes": axes, **row}
 
 
@@ -274,12 +274,12 @@ def ahead_rows(
     compiled = {} if compiled is None else compiled
     for point in points:
         try:
-            of_point = list(measure(point, chip_of(CHIP), seed, compiled))
+            point_rows = list(measure(point, chip_of(CHIP), seed, compiled))
         except ChipError as error:
             print(f"memory and collectives are not compared: {error}", file=sys.stderr)
             return []
-        rows += of_point
-        for row in of_point:
+        rows += point_rows
+        for row in point_rows:
             if row.get("what") == "temporaries":
                 sizes = f"{row['estimated'] / 1e9:.2f} of {row['compiled'] / 1e9:.2f} GB"
                 print(
@@ -297,7 +297,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         mesh = ", ".join(f"{axis} {size}" for axis, size in row["mesh"].items() if size > 1)
         return [row["model"], mesh, row["remat"], row["program"]]
 
-    memory = [row for row in rows if row.get("what") == "temporaries"]
+    memory_rows = [row for row in rows if row.get("what") == "temporaries"]
     lines = [
         [
             *setting(row),
@@ -306,10 +306,10 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{100 * row['error']:+.1f} %",
             row["moment"],
         ]
-        for row in memory
+        for row in memory_rows
     ]
     print_table("temporary memory of one device", COLUMNS, lines, left_aligned=4)
-    sent = [row for row in rows if row["kind"] == COLLECTIVES]
+    sent_rows = [row for row in rows if row["kind"] == COLLECTIVES]
     lines = [
         [
             *setting(row),
@@ -319,7 +319,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
             row["predicted_bytes"] / 1e9,
             f"{100 * _error(row):+.1f} %",
         ]
-        for row in sent
+        for row in sent_rows
     ]
     print_table("what a device sends", SENT_COLUMNS, lines, left_aligned=6)
 

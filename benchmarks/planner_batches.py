@@ -60,31 +60,41 @@ def _rows(loads: str, draw: Draw, told: Mapping[str, Any]) -> Iterator[dict[str,
     """The rows of one kind of loads; `told` are further keys of each row."""
     profiles = smallest_batch(draw, DEVICES)
     prices = bad_splits(draw(PRICED_ON))
-    chosen = enough(profiles)
-    for one in profiles:
-        print(f"{loads}: {one.line}")
-        yield {"kind": BMIN, "loads": loads, **told, "settled": one.settled, **vars(one)} | {
-            "enough": one is chosen,
+    enough_profile = enough(profiles)
+    for profile in profiles:
+        print(f"{loads}: {profile.line}")
+        yield {
+            "kind": BMIN,
+            "loads": loads,
+            **told,
+            "settled": profile.settled,
+            **vars(profile),
+        } | {
+            "enough": profile is enough_profile,
             "bad_splits": prices,
         }
-    told_prices = ", ".join(f"{split} takes {price:.2f}x" for split, price in prices.items())
-    print(f"{loads}: of 8 devices, first phases against the last: {told_prices}")
+    price_text = ", ".join(f"{split} takes {price:.2f}x" for split, price in prices.items())
+    print(f"{loads}: of 8 devices, first phases against the last: {price_text}")
 
 
 def bad_splits(loads: Floats) -> dict[str, float]:
     """Time of the `PRICED` splits of devices between all phases but the last and the last phase,
     over the time of the best split."""
-    two = [float(loads[:-1].sum()), float(loads[-1])]
-    best = split_time(two, best_split(two, sum(PRICED[0])))
-    return {" : ".join(map(str, split)): split_time(two, split) / best for split in PRICED}
+    phase_loads = [float(loads[:-1].sum()), float(loads[-1])]
+    best_time = split_time(phase_loads, best_split(phase_loads, sum(PRICED[0])))
+    return {
+        " : ".join(map(str, split)): split_time(phase_loads, split) / best_time for split in PRICED
+    }
 
 
 def _lognormal(ratio: float, seed: int) -> Draw:
     random = np.random.default_rng(seed)
 
     def draw(samples: int) -> Floats:
-        first, second = (random.lognormal(-(sigma**2) / 2, sigma, samples) for sigma in SIGMAS)
-        return np.array([ratio * first.sum(), second.sum()])
+        early_loads, last_loads = (
+            random.lognormal(-(sigma**2) / 2, sigma, samples) for sigma in SIGMAS
+        )
+        return np.array([ratio * early_loads.sum(), last_loads.sum()])
 
     return draw
 
@@ -115,8 +125,8 @@ def example_loads(items: BatchItems) -> Floats:
     trained = dict.fromkeys(component_names(PHASES), 1)
     phases = [*(name for name in PHASES if name != LANGUAGE), LANGUAGE]
     loads = np.zeros((len(items.examples), len(phases)))
-    for number, name in enumerate(phases):
-        of_phase = items.phases[name]
+    for column, name in enumerate(phases):
+        phase_items = items.phases[name]
         cost: ItemCost = phase_flops(MODEL, name, trained)
-        np.add.at(loads[:, number], of_phase.example, cost.of(of_phase.length.astype(float)))
+        np.add.at(loads[:, column], phase_items.example, cost.of(phase_items.length.astype(float)))
     return loads

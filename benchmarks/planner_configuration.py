@@ -65,9 +65,9 @@ def _rows(instance: Instance, seed: int) -> Iterator[dict[str, Any]]:
     for method in METHODS:
         ring = ring_of(method, chains, instance.stages)
         times[method] = step_time(ring, chains, microbatches), ring
-    best = min(time for time, _ in times.values())
+    best_time = min(time for time, _ in times.values())
     for method, (time, ring) in times.items():
-        of_ranks = np.concatenate([*stage_costs(ring, chains).values()])
+        rank_costs = np.concatenate([*stage_costs(ring, chains).values()])
         yield {
             "kind": CONFIGURATION,
             "profile": instance.profile,
@@ -75,8 +75,8 @@ def _rows(instance: Instance, seed: int) -> Iterator[dict[str, Any]]:
             "mode": instance.mode,
             "stages": instance.stages,
             "method": method,
-            "time": time / best,
-            "slowest_over_mean": float(of_ranks.max() / of_ranks.mean()),
+            "time": time / best_time,
+            "slowest_over_mean": float(rank_costs.max() / rank_costs.mean()),
             "split": {chain.name: chain.depth for chain in ring.chains},
         }
 
@@ -93,8 +93,8 @@ def mean_layers(instance: Instance, seed: int) -> dict[str, list[Layer]]:
     squares = {}
     for name in slots:
         cost = phase_flops(model, name, instance.trained)
-        of_items = cost.squares(batch.phases[name].length.astype(float))
-        squares[name] = [_mean(np.asarray(kind), batch) for kind in of_items]
+        item_squares = cost.squares(batch.phases[name].length.astype(float))
+        squares[name] = [_mean(np.asarray(kind), batch) for kind in item_squares]
     present = [*(name for name in slots if name != LANGUAGE and slots[name]), LANGUAGE]
     layers = ChainLayers(model, instance.trained, {name: (slots[name],) for name in present}, {})
     return layers.layers(squares, {name: slots[name] for name in present})
@@ -119,22 +119,29 @@ def ring_of(method: str, chains: Chains, stages: int) -> Ring:
 def _rounded(chains: Chains, stages: int) -> Ring:
     """Stages by rounding. Every component has at least one stage and at most one for each block;
     the costliest component takes the stages that rounding leaves over or lacks."""
-    costs = {name: sum(cost.total for cost in of) for name, of in layer_costs(chains).items()}
-    whole = sum(costs.values())
+    costs = {
+        name: sum(cost.total for cost in chain_costs)
+        for name, chain_costs in layer_costs(chains).items()
+    }
+    total_cost = sum(costs.values())
     counts = {
-        name: min(max(round(stages * cost / whole), 1), len(chains[name]) - 2)
+        name: min(max(round(stages * cost / total_cost), 1), len(chains[name]) - 2)
         for name, cost in costs.items()
     }
     counts[max(costs, key=lambda name: costs[name])] += stages - sum(counts.values())
     placed = []
-    first = 0
+    first_stage = 0
     for name, count in counts.items():
         layers = len(chains[name]) - 2
         bounds = [round(layers * stage / count) for stage in range(count + 1)]
-        dealt = tuple(stop - start for start, stop in itertools.pairwise(bounds))
+        layer_counts = tuple(stop - start for start, stop in itertools.pairwise(bounds))
         frozen = not any(layer.trainable for layer in chains[name][:-1])
-        placed.append(Chain(name, tuple(range(first, first + count)), dealt, head_only=frozen))
-        first += count
+        placed.append(
+            Chain(
+                name, tuple(range(first_stage, first_stage + count)), layer_counts, head_only=frozen
+            )
+        )
+        first_stage += count
     return Ring(stages, tuple(placed))
 
 
@@ -151,9 +158,11 @@ def step_time(ring: Ring, chains: Chains, microbatches: int) -> float:
     """Time of a step: one microbatch on its way through the costliest encoder and the language
     model, and the slowest stage for each of the other microbatches."""
     costs = stage_costs(ring, chains)
-    before = max((of.sum() for name, of in costs.items() if name != LANGUAGE), default=0.0)
-    slowest = max(of.max() for of in costs.values())
-    return float(before + costs[LANGUAGE].sum() + (microbatches - 1) * slowest)
+    encoder_time = max(
+        (chain_costs.sum() for name, chain_costs in costs.items() if name != LANGUAGE), default=0.0
+    )
+    slowest = max(chain_costs.max() for chain_costs in costs.values())
+    return float(encoder_time + costs[LANGUAGE].sum() + (microbatches - 1) * slowest)
 
 
 def _show(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -162,14 +171,14 @@ def _show(rows: Sequence[Mapping[str, Any]]) -> None:
     times: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         times.setdefault(row["profile"], {}).setdefault(row["method"], []).append(row["time"])
-        of = tuple(row[name] for name in ("profile", "mix", "mode", "stages"))
-        split = " : ".join(str(count) for count in row["split"].values())
-        lines.setdefault(of, []).extend([f"{row['time']:.3f}", split])
+        instance = tuple(row[name] for name in ("profile", "mix", "mode", "stages"))
+        stage_counts = " : ".join(str(count) for count in row["split"].values())
+        lines.setdefault(instance, []).extend([f"{row['time']:.3f}", stage_counts])
     columns = [word for method in METHODS for word in (method, "stages of each")]
     print_table(
         f"{MICROBATCHES} microbatches of {EXAMPLES} examples per stage: time of a step over the best",
         ["model", "mix", "trained", "stages", *columns],
-        [[*of, *line] for of, line in lines.items()],
+        [[*instance, *line] for instance, line in lines.items()],
         left_aligned=3,
     )
     print_table(

@@ -133,26 +133,26 @@ class Setting:
         chosen."""
         inputs = prepare(config, make_mesh(config.mesh_sizes, spans=mesh_spans(config)))
         programs, sizes = plan_programs(config, inputs)
-        trained = (name for name in programs.jobs if name.function != "evaluate")
-        programs.compiled = compile_jobs({name: programs.jobs[name] for name in trained})
+        trained_names = (name for name in programs.jobs if name.function != "evaluate")
+        programs.compiled = compile_jobs({name: programs.jobs[name] for name in trained_names})
         jax.clear_caches()  # traces take gigabytes over all settings
         pipeline = sizes.training if sizes else None
         examples = batch_examples(inputs.order, config.data.batch_size, len(inputs.samples))
         items = inputs.corpus.gather(examples)
         spec = programs.spec
         plan = plan_pipeline(items, spec, pipeline) if pipeline else plan_step(items, spec)
-        fill = StepFiller(inputs.corpus, spec, programs.local_share, programs.attention, pipeline)
-        batch = programs.put(fill(0, examples))
+        filler = StepFiller(inputs.corpus, spec, programs.local_share, programs.attention, pipeline)
+        batch = programs.put(filler(0, examples))
         return cls(name, programs, plan, items, batch, programs.init(config.run.seed))
 
     def step(self) -> tuple[float, float]:
         """Train on the batch; return wall seconds, and CPU seconds of this process on all cores."""
         jax.block_until_ready(self.state)
-        began = time.perf_counter()
-        worked = time.process_time()
+        start = time.perf_counter()
+        cpu_start = time.process_time()
         self.state, metrics = self.programs.train(self.state, self.batch)
         jax.block_until_ready((self.state, metrics))
-        return time.perf_counter() - began, time.process_time() - worked
+        return time.perf_counter() - start, time.process_time() - cpu_start
 
     @property
     def ticks(self) -> int:
@@ -180,10 +180,10 @@ def measured_rows(
         make_data(Path(folder), seed)
         settings = [Setting.of(name, _config(folder, name)) for name in names]
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-        for turn in range(turns + 1):
-            for setting in settings if turn % 2 else settings[::-1]:
+        for round_index in range(turns + 1):
+            for setting in settings if round_index % 2 else settings[::-1]:
                 times[setting.name].append(setting.step())
-    rows = rows_of(settings, {name: taken[1:] for name, taken in times.items()})
+    rows = rows_of(settings, {name: step_times[1:] for name, step_times in times.items()})
     show(rows)
     return rows
 
@@ -198,8 +198,10 @@ def rows_of(
       times: wall and CPU seconds of every counted step, by setting.
     """
     cores = len(os.sched_getaffinity(0))
-    by_name = {name: [worked / cores for _, worked in taken] for name, taken in times.items()}
-    medians = {name: statistics.median(taken) for name, taken in by_name.items()}
+    by_name = {
+        name: [cpu_seconds / cores for _, cpu_seconds in samples] for name, samples in times.items()
+    }
+    medians = {name: statistics.median(samples) for name, samples in by_name.items()}
     peak = DEVICES * measured_cpu_flops("float32")
     cluster = fitted(
         CLUSTERS["cpu"].model_copy(update={"peak_flops": peak}),
@@ -212,18 +214,18 @@ def rows_of(
     print(f"fitted: {cluster.efficiency}, {cluster.in_node}, tick_seconds={cluster.tick_seconds}")
     rows = []
     for setting in settings:
-        taken = by_name[setting.name]
-        low, _, high = statistics.quantiles(taken, n=4)
-        measured = medians[setting.name]
-        predicted = setting.predicted(cluster)
+        samples = by_name[setting.name]
+        low, _, high = statistics.quantiles(samples, n=4)
+        measured_seconds = medians[setting.name]
+        predicted_seconds = setting.predicted(cluster)
         rows.append(
             {
                 "kind": MEASURED,
                 "setting": setting.name,
-                "predicted_s": predicted,
-                "measured_s": measured,
-                "error": predicted / measured - 1,
-                "spread": (high - low) / measured,
+                "predicted_s": predicted_seconds,
+                "measured_s": measured_seconds,
+                "error": predicted_seconds / measured_seconds - 1,
+                "spread": (high - low) / measured_seconds,
                 "wall_s": statistics.median(wall for wall, _ in times[setting.name]),
                 "calibrates": setting.name in CALIBRATING,
             }
@@ -242,21 +244,23 @@ def agreement(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
       `median`: median size of the errors.
       `range`: largest over least measured time.
     """
-    others = [row for row in rows if not row["calibrates"]]
+    predicted_rows = [row for row in rows if not row["calibrates"]]
     signs = []
-    for one, other in combinations(others, 2):
-        apart = one["measured_s"] - other["measured_s"]
-        spread = max(row["spread"] * row["measured_s"] for row in (one, other))
-        if abs(apart) > spread:
-            signs.append(1 if apart * (one["predicted_s"] - other["predicted_s"]) > 0 else -1)
-    measured = [row["measured_s"] for row in others]
-    first = min(others, key=lambda row: row["predicted_s"])
+    for first_row, second_row in combinations(predicted_rows, 2):
+        gap = first_row["measured_s"] - second_row["measured_s"]
+        spread = max(row["spread"] * row["measured_s"] for row in (first_row, second_row))
+        if abs(gap) > spread:
+            signs.append(
+                1 if gap * (first_row["predicted_s"] - second_row["predicted_s"]) > 0 else -1
+            )
+    measured_times = [row["measured_s"] for row in predicted_rows]
+    predicted_fastest = min(predicted_rows, key=lambda row: row["predicted_s"])
     return {
         "pairs": len(signs),
         "tau": statistics.fmean(signs),
-        "first": first["measured_s"] / min(measured) - 1,
-        "median": statistics.median(abs(row["error"]) for row in others),
-        "range": max(measured) / min(measured),
+        "first": predicted_fastest["measured_s"] / min(measured_times) - 1,
+        "median": statistics.median(abs(row["error"]) for row in predicted_rows),
+        "range": max(measured_times) / min(measured_times),
     }
 
 
@@ -283,8 +287,8 @@ def make_data(folder: Path, seed: int) -> None:
     make_sample(folder, seed, EXAMPLES, 4)
     file = folder / "train.jsonl"
     records = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = (record for record in records if json.loads(record)["source"] in SOURCES)
-    file.write_text("".join(kept), encoding="utf-8")
+    silent_records = (record for record in records if json.loads(record)["source"] in SOURCES)
+    file.write_text("".join(silent_records), encoding="utf-8")
 
 
 def _config(folder: str, name: str) -> Config:

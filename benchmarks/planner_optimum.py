@@ -77,29 +77,29 @@ def optimum_rows(
 def _compared(planner: Planner, devices: int) -> dict[str, Any]:
     """Figures of the planner's choice, and of all layouts that its closed form lets through."""
     result = planner.search(devices)
-    chosen = result.ranked[0]
-    fastest = min(layout.seconds for layout in result.ranked)
-    fitting: list[PlannedLayout] = []
-    over_memory = failed = 0
+    chosen_layout = result.ranked[0]
+    fastest_seconds = min(layout.seconds for layout in result.ranked)
+    fitting_layouts: list[PlannedLayout] = []
+    over_memory = failure_count = 0
     for estimate in result.estimates:
         try:
             layout = planner.whole.planned(estimate)
         except (ConfigError, PipelineError):
-            failed += 1
+            failure_count += 1
             continue
         if layout.peak.bytes <= planner.budget:
-            fitting.append(layout)
+            fitting_layouts.append(layout)
         else:
             over_memory += 1
-    best = min(fitting, key=lambda layout: layout.seconds)
+    best_layout = min(fitting_layouts, key=lambda layout: layout.seconds)
     return {
         "layouts": len(result.estimates),
         "over_memory": over_memory,
-        "failed": failed,
-        "best": best.choice.words,
-        "best_s": best.seconds,
-        "chosen": chosen.choice.words,
-        "chosen_s": chosen.seconds,
-        "over_best": chosen.seconds / best.seconds,
-        "fastest_over_best": fastest / best.seconds,
+        "failed": failure_count,
+        "best": best_layout.choice.words,
+        "best_s": best_layout.seconds,
+        "chosen": chosen_layout.choice.words,
+        "chosen_s": chosen_layout.seconds,
+        "over_best": chosen_layout.seconds / best_layout.seconds,
+        "fastest_over_best": fastest_seconds / best_layout.seconds,
     }

@@ -49,10 +49,10 @@ def scale_rows(seed: int, devices: Sequence[int] = DEVICES) -> list[dict[str, An
 
 
 def _row(devices: int, seed: int) -> dict[str, Any]:
-    before = time.process_time()
+    start = time.process_time()
     result = _search(devices, seed)
-    seconds = time.process_time() - before
-    best = result.ranked[0]
+    seconds = time.process_time() - start
+    best_layout = result.ranked[0]
     return {
         "kind": SCALE,
         "devices": devices,
@@ -63,8 +63,8 @@ def _row(devices: int, seed: int) -> dict[str, Any]:
         "cpu_seconds": seconds,
         "peak_rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "same": _told(result) == _told(_search(devices, seed)),
-        "chosen": best.choice.words,
-        "step_s": best.seconds,
+        "chosen": best_layout.choice.words,
+        "step_s": best_layout.seconds,
     }
 
 
@@ -74,4 +74,4 @@ def _search(devices: int, seed: int) -> SearchResult:
 
 
 def _told(result: SearchResult) -> list[tuple[str, float, int]]:
-    return [(one.choice.words, one.seconds, one.peak.bytes) for one in result.ranked]
+    return [(layout.choice.words, layout.seconds, layout.peak.bytes) for layout in result.ranked]

@@ -125,19 +125,19 @@ def chain_row(programs: Programs, lengths: GeneratedLengths, device: Device) -> 
         slowest = max(slowest, makespan)
         work += mean / replicas
     cluster = device.cluster
-    held = chain.parameters / (TENSOR * STAGES)
-    sums = collective_seconds(
-        cluster, ALL_REDUCE, 4 * held, Group(replicas, TENSOR), device.rates.network
+    held_parameters = chain.parameters / (TENSOR * STAGES)
+    sum_seconds = collective_seconds(
+        cluster, ALL_REDUCE, 4 * held_parameters, Group(replicas, TENSOR), device.rates.network
     )
-    parts = {
+    seconds_by_part = {
         "compute": work,
         "bubble": slowest - work,
-        "replicas": sums * device.rates.reduced,
-        "update": device.memory_seconds(held * UPDATED_BYTES),
+        "replicas": sum_seconds * device.rates.reduced,
+        "update": device.memory_seconds(held_parameters * UPDATED_BYTES),
     }
-    step = sum(parts.values())
-    parts["straggling"] = device.straggled(step, DEVICES) - step
-    seconds = sum(parts.values())
+    step = sum(seconds_by_part.values())
+    seconds_by_part["straggling"] = device.straggled(step, DEVICES) - step
+    seconds = sum(seconds_by_part.values())
     uncertainty = cluster.efficiency.uncertainty
     mfu = real_flops(programs, lengths.items) / (DEVICES * device.peak * seconds)
     print(f"chain: {seconds:.1f} s, MFU {mfu:.3f}", flush=True)
@@ -149,7 +149,7 @@ def chain_row(programs: Programs, lengths: GeneratedLengths, device: Device) -> 
         "low_s": seconds * (1 - uncertainty),
         "high_s": seconds * (1 + uncertainty),
         "mfu": mfu,
-        "parts": parts,
+        "parts": seconds_by_part,
         "layers_of_stages": {chain.name: list(chain.layers) for chain in chain.ring.chains},
     }
 
@@ -172,23 +172,27 @@ class _Chain:
         self.phases = list(lengths.items.phases)
         self.nothing = {phase: self._layers(phase, _Part(1, (0, 0))) for phase in self.phases}
         self.parameters = sum(
-            layer.parameters for of_phase in self.nothing.values() for layer in of_phase
+            layer.parameters for layers in self.nothing.values() for layer in layers
         )
         self.ring: Ring = partition(self.nothing, STAGES, "chain", cut_by="parameters")
 
     def seconds(self, replica: int, replicas: int) -> tuple[float, float]:
         """Seconds until a replica's last stage is done, and mean seconds of work of its stages."""
-        parts = list(self._microbatches(replica, replicas))
+        microbatches = list(self._microbatches(replica, replicas))
         work = []
         for chain in self.ring.chains:
-            of_rows = (self._layers(chain.name, part[chain.name]) for part in parts)
+            microbatch_layers = (
+                self._layers(chain.name, microbatch[chain.name]) for microbatch in microbatches
+            )
             costs = [
-                layer_costs(self.nothing | {chain.name: layers})[chain.name] for layers in of_rows
+                layer_costs(self.nothing | {chain.name: layers})[chain.name]
+                for layers in microbatch_layers
             ]
             work.append(chain_work(chain, costs))
         encoders = len(self.ring.encoders)
         inputs = tuple(
-            tuple((encoder, number) for encoder in range(encoders)) for number in range(len(parts))
+            tuple((encoder, index) for encoder in range(encoders))
+            for index in range(len(microbatches))
         )
         graph = build_graph(self.ring, Workload(tuple(work), inputs))
         schedule = scheduler_of("1f1b").make(graph, None, 1)
@@ -197,13 +201,14 @@ class _Chain:
     def _microbatches(self, replica: int, replicas: int) -> Iterator[dict[str, _Part]]:
         """Microbatches of a replica: consecutive examples, as many as `TOKENS` allow."""
         count = len(self.items.examples) // replicas
-        first = replica * count
-        tokens = self.items.phases[LANGUAGE].length[first : first + count]
+        first_example = replica * count
+        tokens = self.items.phases[LANGUAGE].length[first_example : first_example + count]
         begin = total = 0
         for end in range(count + 1):
             if end == count or (total and total + tokens[end] > TOKENS):
                 yield {
-                    phase: self._part(phase, first + begin, first + end) for phase in self.phases
+                    phase: self._part(phase, first_example + begin, first_example + end)
+                    for phase in self.phases
                 }
                 begin = end
                 total = 0
@@ -211,8 +216,8 @@ class _Chain:
 
     def _part(self, phase: str, begin: int, end: int) -> _Part:
         items = self.items.phases[phase]
-        between = slice(*np.searchsorted(items.example, [begin, end]))
-        length: Longs = items.length[between]
+        item_slice = slice(*np.searchsorted(items.example, [begin, end]))
+        length: Longs = items.length[item_slice]
         return _Part(int(length.sum()), (int((length**2).sum()), 0))
 
     def _layers(self, phase: str, part: _Part) -> list[Layer]:
@@ -220,8 +225,8 @@ class _Chain:
         devices, in units of `TICK`."""
         layers = phase_layers(self.model, phase)
         # All blocks of a phase are one object, so that each kind of layer is timed once
-        known = {id(layer): self._layer(phase, layer, part) for layer in layers}
-        return [known[id(layer)] for layer in layers]
+        layer_by_id = {id(layer): self._layer(phase, layer, part) for layer in layers}
+        return [layer_by_id[id(layer)] for layer in layers]
 
     def _layer(self, phase: str, layer: FlopsLayer, part: _Part) -> Layer:
         """One of these layers: products with the sums of activations over `TENSOR`, and
@@ -233,7 +238,7 @@ class _Chain:
         linear = layer.linear(slots) / TENSOR / rate
         if any(layer.attention_squares):
             tokens = slots / getattr(shapes, "stem_stride", 1)
-            summed = collective_seconds(
+            sum_seconds = collective_seconds(
                 device.cluster,
                 ALL_REDUCE,
                 2 * tokens * shapes.width,
@@ -242,7 +247,7 @@ class _Chain:
             )
             # Activations are summed twice in each of three passes (forward, recomputed, backward);
             # `linear` is the forward pass, later counted 2 + BACKWARD times
-            linear += 2 * summed * 3 / (2 + BACKWARD)
+            linear += 2 * sum_seconds * 3 / (2 + BACKWARD)
         return Layer(
             component=layer.component,
             linear=round(linear / TICK),

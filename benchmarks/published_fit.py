@@ -95,9 +95,15 @@ class Fit:
         """The efficiency to expect of an unknown system: halfway, in logarithms, between the median
         of the systems on the chip and that of all systems, because the few on one chip say little.
         For a chip without systems, the median of all."""
-        of_all = statistics.median(self.usual.values())
-        others = [share for (_, on), share in self.usual.items() if on == chip]
-        return math.sqrt(statistics.median(others) * of_all) if others else of_all
+        overall_median = statistics.median(self.usual.values())
+        chip_efficiencies = [
+            share for (_, other_chip), share in self.usual.items() if other_chip == chip
+        ]
+        return (
+            math.sqrt(statistics.median(chip_efficiencies) * overall_median)
+            if chip_efficiencies
+            else overall_median
+        )
 
 
 def fit(runs: Sequence[Published]) -> Fit:
@@ -113,17 +119,17 @@ def fit(runs: Sequence[Published]) -> Fit:
     def residuals(x: Floats) -> Floats:
         """Errors of the runs, then distances from the priors of constants, then of efficiencies."""
         rates = _rates(x[:constants])
-        own = dict(zip(owners, x[constants : constants + systems], strict=True))
-        of_chip = dict(zip(chips, x[constants + systems :], strict=True))
+        log_by_owner = dict(zip(owners, x[constants : constants + systems], strict=True))
+        log_by_chip = dict(zip(chips, x[constants + systems :], strict=True))
         errors = [
-            math.log(run.predicted(rates, math.exp(own[run.owner])).seconds / run.seconds)
+            math.log(run.predicted(rates, math.exp(log_by_owner[run.owner])).seconds / run.seconds)
             for run in runs
         ]
         return np.concatenate(
             [
                 _bounded(np.array(errors) / SPREAD),
                 (x[:constants] - values) / spreads,
-                [(own[owner] - of_chip[owner[1]]) / OF_SYSTEMS for owner in owners],
+                [(log_by_owner[owner] - log_by_chip[owner[1]]) / OF_SYSTEMS for owner in owners],
             ]
         )
 

@@ -93,20 +93,20 @@ def make_folder(folder: Path, gigabytes: float, seed: int) -> None:
     random = np.random.default_rng(seed)
     weight_map: dict[str, str] = {}
     total = sum(math.prod(shape) for _, shape in tensors)
-    done = 0
-    number = 0
+    written = 0
+    file_index = 0
     pending: dict[str, Any] = {}
-    for place, (key, shape) in enumerate(tensors):
+    for tensor_index, (key, shape) in enumerate(tensors):
         # Clearing the top bit of the exponent leaves numbers below 2, none infinite
         bits = random.integers(0, 2**16, shape, np.uint16) & 0xBFFF
         pending[key] = bits.view(ml_dtypes.bfloat16)
-        done += math.prod(shape)
-        if done >= total * (number + 1) / FILES or place == len(tensors) - 1:
-            name = f"model-{number + 1:05}-of-{FILES:05}.safetensors"
+        written += math.prod(shape)
+        if written >= total * (file_index + 1) / FILES or tensor_index == len(tensors) - 1:
+            name = f"model-{file_index + 1:05}-of-{FILES:05}.safetensors"
             write_tensors(folder / name, pending)
             weight_map |= dict.fromkeys(pending, name)
             pending = {}
-            number = number + 1
+            file_index = file_index + 1
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
@@ -114,16 +114,16 @@ def shapes_of(sizes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of a folder, by key."""
     width = sizes["hidden_size"]
     mlp = sizes["intermediate_size"]
-    narrow = width * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
+    kv_width = width * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
     shapes = {"model.embed_tokens.weight": (sizes["vocab_size"], width)}
     for layer in range(sizes["num_hidden_layers"]):
-        inside = {
+        layer_shapes = {
             "self_attn.q_proj.weight": (width, width),
             "self_attn.q_proj.bias": (width,),
-            "self_attn.k_proj.weight": (narrow, width),
-            "self_attn.k_proj.bias": (narrow,),
-            "self_attn.v_proj.weight": (narrow, width),
-            "self_attn.v_proj.bias": (narrow,),
+            "self_attn.k_proj.weight": (kv_width, width),
+            "self_attn.k_proj.bias": (kv_width,),
+            "self_attn.v_proj.weight": (kv_width, width),
+            "self_attn.v_proj.bias": (kv_width,),
             "self_attn.o_proj.weight": (width, width),
             "mlp.gate_proj.weight": (mlp, width),
             "mlp.up_proj.weight": (mlp, width),
@@ -131,7 +131,7 @@ def shapes_of(sizes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             "input_layernorm.weight": (width,),
             "post_attention_layernorm.weight": (width,),
         }
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in inside.items()}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
     return shapes | {"model.norm.weight": (width,)}
 
 
@@ -148,8 +148,8 @@ class Memory:
 
     @contextmanager
     def sampled(self) -> Iterator[Memory]:
-        first = _memory()
-        thread = threading.Thread(target=self._sample, args=first)
+        baseline = _memory()
+        thread = threading.Thread(target=self._sample, args=baseline)
         thread.start()
         try:
             yield self
@@ -161,11 +161,11 @@ class Memory:
         """Update the maxima until the end; the arguments are the memory before reading."""
         while not self._ends.wait(SAMPLED_EVERY):
             on_devices = device_bytes()
-            now = _memory()
-            extra = now[0] - anonymous - on_devices
+            memory = _memory()
+            extra = memory[0] - anonymous - on_devices
             self.extra = max(self.extra, extra)
-            self.mapped = max(self.mapped, now[1] - mapped)
-            self.both = max(self.both, extra + now[1] - mapped)
+            self.mapped = max(self.mapped, memory[1] - mapped)
+            self.both = max(self.both, extra + memory[1] - mapped)
 
 
 def _memory() -> tuple[int, int]:
@@ -188,17 +188,17 @@ def counted() -> Iterator[list[int]]:
     """A list that gets the bytes of every slice that is asked of a folder meanwhile, in the type of
     its tensor."""
     read = Line.read
-    asked = []
+    slice_bytes = []
 
     def counting(
         line: Line, tensor: NDArray[Any], shape: tuple[int, ...], index: Index
     ) -> NDArray[Any]:
         values = read(line, tensor, shape, index)
-        asked.append(values.nbytes)
+        slice_bytes.append(values.nbytes)
         return values
 
     with mock.patch.object(Line, "read", counting):
-        yield asked
+        yield slice_bytes
 
 
 def _from_disk() -> int:
@@ -217,26 +217,26 @@ def forget(folder: Path) -> None:
 
 def measure(folder: Path, dtype: str) -> dict[str, Any]:
     """The record of this process: what reading takes when all processes read onto all devices."""
-    opened = ModelFolder.open(folder)
-    sizes = [tensor.size for tensor in opened.tensors.values()]
-    language = LanguageConfig(**opened.family.section(opened.config))
+    model_folder = ModelFolder.open(folder)
+    sizes = [tensor.size for tensor in model_folder.tensors.values()]
+    language = LanguageConfig(**model_folder.family.section(model_folder.config))
     mesh = make_mesh({"data": 1, "fsdp": jax.device_count()})
-    vocabulary = opened.config.number("vocab_size")
+    vocabulary = model_folder.config.number("vocab_size")
     model = build_model(ModelConfig(language=language), vocabulary, ComponentsConfig(), mesh)
     abstract = model.abstract(dtype)[LANGUAGE]
-    with Memory().sampled() as memory, counted() as asked:
-        began = time.perf_counter()
-        before = _from_disk()
+    with Memory().sampled() as memory, counted() as slice_bytes:
+        start = time.perf_counter()
+        disk_before = _from_disk()
         parameters = jax.block_until_ready(read_folder(str(folder), abstract))
-        seconds = time.perf_counter() - began
-        disk = _from_disk() - before
+        seconds = time.perf_counter() - start
+        disk = _from_disk() - disk_before
     del parameters
     return {
         "processes": jax.process_count(),
         "process": jax.process_index(),
         "devices": jax.local_device_count(),
         "seconds": seconds,
-        "asked": sum(asked) / sum(sizes),
+        "asked": sum(slice_bytes) / sum(sizes),
         "disk": disk / sum(sizes),
         "extra_bytes": memory.extra,
         "mapped_bytes": memory.mapped,
@@ -251,13 +251,21 @@ def measure(folder: Path, dtype: str) -> dict[str, Any]:
 
 def run(folder: Path, processes: int, devices: int, dtype: str) -> list[dict[str, Any]]:
     """The record of each process, when all share `devices` devices. Raises `CalledProcessError`."""
-    own = [sys.executable, "-m", "benchmarks.reading", "--folder", str(folder), "--dtype", dtype]
-    with tempfile.TemporaryDirectory() as place:
+    arguments = [
+        sys.executable,
+        "-m",
+        "benchmarks.reading",
+        "--folder",
+        str(folder),
+        "--dtype",
+        dtype,
+    ]
+    with tempfile.TemporaryDirectory() as scratch:
         forget(folder)
         command = ["-m", "launch.local", "--processes", str(processes)]
-        command += ["--devices", str(devices // processes), "--", *own, "--into", place]
+        command += ["--devices", str(devices // processes), "--", *arguments, "--into", scratch]
         subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
-        return [json.loads(path.read_text()) for path in sorted(Path(place).iterdir())]
+        return [json.loads(path.read_text()) for path in sorted(Path(scratch).iterdir())]
 
 
 def main() -> None:
@@ -276,8 +284,8 @@ def main() -> None:
         record = measure(options.folder, options.dtype)
         (options.into / f"{jax.process_index()}.json").write_text(json.dumps(record))
         return
-    with tempfile.TemporaryDirectory() as place:
-        folder = options.folder or Path(place) / "folder"
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.folder or Path(scratch) / "folder"
         if options.folder is None:
             make_folder(folder, options.gigabytes, options.seed)
         records = [
@@ -287,10 +295,10 @@ def main() -> None:
         ]
     rows = []
     for record in records:
-        largest = record["largest_tensor_bytes"]
+        largest_bytes = record["largest_tensor_bytes"]
         row = [record[key] for key in COUNTED]
         for key in ("extra_bytes", "mapped_bytes", "both_bytes"):
-            row += [record[key] / 1e6, record[key] / largest]
+            row += [record[key] / 1e6, record[key] / largest_bytes]
         rows.append(row)
     size = records[0]["folder_bytes"] / 1e9
     print_table(f"Reading a folder of {size:.2f} GB as {options.dtype}", COLUMNS, rows)

@@ -66,20 +66,20 @@ def kept_bytes(programs: PhasedPrograms) -> int:
     total = 0
     for phase in programs.functions.model.config.encoders:
         capacity, span = max(programs.spec.phases[phase].classes)
-        _, kept, _ = programs.jobs[ProgramName("encode", phase, capacity, span)].result
-        total += max(programs.kept_residuals.get(phase, 0), 1) * device_bytes(kept)
+        _, residuals, _ = programs.jobs[ProgramName("encode", phase, capacity, span)].result
+        total += max(programs.kept_residuals.get(phase, 0), 1) * device_bytes(residuals)
     return total
 
 
 def bytes_of(programs: PhasedPrograms) -> dict[str, int]:
     """Bytes of one device by what they hold, with the keys `PARTS`."""
-    held = resident(programs)
+    sizes = resident(programs)
     return {
-        "parameters": held.parameters,
-        "gradients": held.gradients,
-        "optimizer": held.optimizer,
+        "parameters": sizes.parameters,
+        "gradients": sizes.gradients,
+        "optimizer": sizes.optimizer,
         "kept": kept_bytes(programs),
-        "pools": held.pools + held.pool_gradients,
+        "pools": sizes.pools + sizes.pool_gradients,
     }
 
 
@@ -88,27 +88,29 @@ def measured(name: str, mesh: str, seed: int, frozen: bool = False) -> dict[str,
     config = thinker(name, mesh, frozen)
     programs = programs_of(generated_lengths(config, planning_mesh(config), seed))
     numbers = sum(leaf.size for leaf in jax.tree.leaves(programs.params))
-    found = bytes_of(programs)
-    return {"model": name, "mesh": mesh, "numbers": numbers, **found, "sum": sum(found.values())}
+    sizes = bytes_of(programs)
+    return {"model": name, "mesh": mesh, "numbers": numbers, **sizes, "sum": sum(sizes.values())}
 
 
 def main() -> None:
     parser = measuring_parser(__doc__)
     parser.add_argument("--frozen-towers", action="store_true", help="train decoder and projectors")
-    given = parser.parse_args()
+    options = parser.parse_args()
     rows = [
-        measured(name, mesh, given.seed, given.frozen_towers) for name in MODELS for mesh in MESHES
+        measured(name, mesh, options.seed, options.frozen_towers)
+        for name in MODELS
+        for mesh in MESHES
     ]
     title = (
-        f"bytes of one of 8 devices, {'towers frozen' if given.frozen_towers else 'all trained'}"
+        f"bytes of one of 8 devices, {'towers frozen' if options.frozen_towers else 'all trained'}"
     )
     table = [
         [row["model"], row["mesh"], f"{row['numbers'] / 1e9:.2f}"]
-        + [f"{row[part] / 2**30:.2f}" for part in (*PARTS, "sum")]
+        + [f"{row[key] / 2**30:.2f}" for key in (*PARTS, "sum")]
         for row in rows
     ]
     print_table(title, COLUMNS, table, left_aligned=2)
-    write_json(given.json, "thinker_bytes", given.seed, GENERATOR, rows=rows)
+    write_json(options.json, "thinker_bytes", options.seed, GENERATOR, rows=rows)
 
 
 if __name__ == "__main__":

@@ -94,9 +94,9 @@ def in_order_of_image(modality: Images, row: Row, model: ModelConfig) -> Encoder
     finish_encoder_row(row, spec(), "vision", modality.format)
     windows = window_numbers(ids, row["positions"], WINDOW)
     # Finished once more with windows in place of images, for the tiles of windowed layers alone
-    of_windows = dict(row) | {"segments": windows}
-    finish_encoder_row(of_windows, spec(), "vision", modality.format)
-    return EncoderRows.of(row | {"windows": windows, "window_tiles": of_windows["tiles"]})
+    window_row = dict(row) | {"segments": windows}
+    finish_encoder_row(window_row, spec(), "vision", modality.format)
+    return EncoderRows.of(row | {"windows": windows, "window_tiles": window_row["tiles"]})
 
 
 def pairs_ratio(rows: EncoderRows) -> float:
@@ -105,8 +105,8 @@ def pairs_ratio(rows: EncoderRows) -> float:
     assert rows.window_tiles is not None
     spans = rows.window_tiles.query_spans
     block = windows.shape[1] // spans.shape[2]
-    visible = (np.bincount(windows[0])[1:].astype(np.int64) ** 2).sum()
-    return float(spans[..., 1:].sum() * block**2 / visible)
+    visible_pairs = (np.bincount(windows[0])[1:].astype(np.int64) ** 2).sum()
+    return float(spans[..., 1:].sum() * block**2 / visible_pairs)
 
 
 def training_pass(model: MLLM, rows: EncoderRows) -> Callable[[], Any]:
@@ -134,7 +134,7 @@ def measure(
         name: order(*image_row(grid, images, merge, seed), config) for name, order in orders.items()
     }
     seconds = median_seconds(
-        {name: training_pass(model, of_order) for name, of_order in rows.items()}, repeats
+        {name: training_pass(model, order_rows) for name, order_rows in rows.items()}, repeats
     )
     return [
         {
@@ -143,11 +143,11 @@ def measure(
             "merge": merge,
             "order": name,
             "block": BLOCKS[name],
-            "pairs": pairs_ratio(of_order),
+            "pairs": pairs_ratio(order_rows),
             "seconds": seconds[name],
             "ratio": seconds["image"] / seconds[name],
         }
-        for name, of_order in rows.items()
+        for name, order_rows in rows.items()
     ]
 
 

@@ -38,18 +38,18 @@ def answer(
       read: reads a batch from a file.
       versions: versions of the packages that train.
     """
-    verb, where, given = sys.argv[1:]
-    values = json.loads(Path(given).read_text())
+    verb, folder, settings_path = sys.argv[1:]
+    values = json.loads(Path(settings_path).read_text())
     if verb == "make":
-        make(Path(where), values)
+        make(Path(folder), values)
         return
-    trainer = begin(Path(where), values)
+    trainer = begin(Path(folder), values)
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     print(json.dumps({"parameters": parameters, "versions": versions}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        found = trainer(read(Path(request["batch"])), request["step"])
-        print(json.dumps(found | {"peak_bytes": peak_bytes()}), flush=True)
+        result = trainer(read(Path(request["batch"])), request["step"])
+        print(json.dumps(result | {"peak_bytes": peak_bytes()}), flush=True)
 
 
 def peak_bytes() -> int:

@@ -90,25 +90,28 @@ class Trainer:
     def __call__(self, items: list[Item], step: bool) -> dict[str, Any]:
         """Train on a batch; return the seconds and the loss. Without `step`, only compute the
         loss."""
-        began = time.perf_counter()
-        cpu = time.process_time()
-        numbers = sum(item["latents"].numel() for item in items)
+        start = time.perf_counter()
+        cpu_start = time.process_time()
+        value_count = sum(item["latents"].numel() for item in items)
         loss = 0.0
         texts = 0
         groups = by_shape(items)
         for group in groups:
             with torch.set_grad_enabled(step):
-                part = self._errors(group, drawn=step) / numbers
+                group_loss = self._errors(group, drawn=step) / value_count
             if step:
-                part.backward()
-            loss += part.item()
+                group_loss.backward()
+            loss += group_loss.item()
             texts += len(group) * self.settings["padded_text"]
         if step:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"])
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        found = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
-        return found | {"loss": loss, "batches": len(groups), "padded_text": texts}
+        result = {
+            "seconds": time.perf_counter() - start,
+            "cpu_seconds": time.process_time() - cpu_start,
+        }
+        return result | {"loss": loss, "batches": len(groups), "padded_text": texts}
 
     def _errors(self, group: Sequence[Item], drawn: bool) -> torch.Tensor:
         """Sum of the squared errors of the velocity, over items of one shape.

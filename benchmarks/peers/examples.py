@@ -120,7 +120,7 @@ class KeptCorpus:
 
     def read(self, examples: Longs) -> list[Example]:
         """The decoded examples of a step; reading them again gives the same media arrays."""
-        return [_in_memory(self.modalities, self.example(number)) for number in examples.tolist()]
+        return [_in_memory(self.modalities, self.example(example)) for example in examples.tolist()]
 
 
 # ---------------------------------------------------------------------------- data of generated sizes
@@ -143,33 +143,33 @@ def write_generated(
     text = batch.phases["language"].length.copy()
     for phase in model.encoders:
         items = batch.phases[phase]
-        for number, (example, tokens, real) in enumerate(
+        for index, (example, tokens, real_length) in enumerate(
             zip(items.example.tolist(), items.tokens.tolist(), items.real.tolist(), strict=True)
         ):
             text[example] -= tokens + FRAME_TOKENS
             if phase == "vision":
-                path = f"media/{number:05d}.png"
+                path = f"media/{index:05d}.png"
                 _write_picture(folder / path, random, max(1, round(tokens / smaller)), model)
                 content[example].append({"type": "image", "image": path})
             else:
-                path = f"media/{number:05d}.wav"
-                seconds = max(0.1, real / smaller / FRAMES_PER_SECOND)
+                path = f"media/{index:05d}.wav"
+                seconds = max(0.1, real_length / smaller / FRAMES_PER_SECOND)
                 noise = random.uniform(-0.5, 0.5, round(seconds * SAMPLE_RATE))
                 soundfile.write(folder / path, noise, SAMPLE_RATE, subtype="PCM_16")
                 content[example].append({"type": "audio", "audio": path})
     lines = []
-    for number in range(examples):
-        letters = random.integers(ord("a"), ord("z") + 1, max(2, round(text[number] / smaller)))
+    for index in range(examples):
+        letters = random.integers(ord("a"), ord("z") + 1, max(2, round(text[index] / smaller)))
         answer = bytes(letters.astype(np.uint8)).decode()
-        asked = [*content[number], {"type": "text", "text": PROMPT}]
+        question = [*content[index], {"type": "text", "text": PROMPT}]
         messages = [
-            {"role": "user", "content": asked},
+            {"role": "user", "content": question},
             {"role": "assistant", "content": [{"type": "text", "text": answer}]},
         ]
-        lines.append(json.dumps({"id": f"{number:05d}", "messages": messages}) + "\n")
-    written = folder / "train.jsonl"
-    written.write_text("".join(lines), encoding="utf-8")
-    return written
+        lines.append(json.dumps({"id": f"{index:05d}", "messages": messages}) + "\n")
+    data_file = folder / "train.jsonl"
+    data_file.write_text("".join(lines), encoding="utf-8")
+    return data_file
 
 
 def _write_picture(

@@ -42,8 +42,8 @@ def make(folder: Path, sizes: Mapping[str, Any]) -> None:
     model.save_pretrained(folder)
     images = Qwen2VLImageProcessorPil(**sizes["images"])
     sounds = transformers.WhisperFeatureExtractor(**sizes["sounds"])
-    parts = {"feature_extractor": sounds.to_dict(), "image_processor": images.to_dict()}
-    (folder / "processor_config.json").write_text(json.dumps(parts))
+    processors = {"feature_extractor": sounds.to_dict(), "image_processor": images.to_dict()}
+    (folder / "processor_config.json").write_text(json.dumps(processors))
 
 
 def read(path: Path) -> list[Example]:
@@ -64,8 +64,8 @@ def read(path: Path) -> list[Example]:
 
 def collate(examples: Sequence[Example], settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The inputs that the processor would make of a micro-batch, from decoded media."""
-    longest = max(len(example["tokens"]) for example in examples)
-    shape = (len(examples), longest)
+    max_length = max(len(example["tokens"]) for example in examples)
+    shape = (len(examples), max_length)
     ids = np.zeros(shape, np.int64)
     labels = np.full(shape, NO_TARGET, np.int64)
     mask = np.zeros(shape, np.int64)
@@ -75,26 +75,26 @@ def collate(examples: Sequence[Example], settings: Mapping[str, Any]) -> dict[st
         # The model shifts labels itself: a target of ours is the label one place later
         following = example["targets"][: length - 1]
         labels[row, 1:length] = np.where(following < 0, NO_TARGET, following)
-    made: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     images = [image for example in examples for image in example["images"]]
     if images:
         mean, std = (np.float32(settings[key]) for key in ("pixel_mean", "pixel_std"))
         size = settings["patch_size"]
         frames = settings["patch_frames"]
         colors = np.concatenate(images).reshape(-1, size, size, 3).astype(np.float32) / 255
-        still = ((colors - mean) / std).transpose(0, 3, 1, 2)[:, :, None]
-        made["pixel_values"] = np.repeat(still, frames, axis=2).reshape(len(still), -1)
+        pixels = ((colors - mean) / std).transpose(0, 3, 1, 2)[:, :, None]
+        inputs["pixel_values"] = np.repeat(pixels, frames, axis=2).reshape(len(pixels), -1)
         grids = [grid for example in examples for grid in example["grids"]]
-        made["image_grid_thw"] = np.array(grids, np.int64)
+        inputs["image_grid_thw"] = np.array(grids, np.int64)
     clips = [clip for example in examples for clip in example["clips"]]
     if clips:
         frames = max(map(len, clips))
         features = np.zeros((len(clips), clips[0].shape[1], frames), np.float32)
-        heard = np.zeros((len(clips), frames), np.int64)
+        audio_mask = np.zeros((len(clips), frames), np.int64)
         for row, clip in enumerate(clips):
-            features[row, :, : len(clip)], heard[row, : len(clip)] = clip.T, 1
-        made |= {"input_features": features, "feature_attention_mask": heard}
-    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in made.items()}
+            features[row, :, : len(clip)], audio_mask[row, : len(clip)] = clip.T, 1
+        inputs |= {"input_features": features, "feature_attention_mask": audio_mask}
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
 
 
 class Trainer:
@@ -119,31 +119,36 @@ class Trainer:
     def __call__(self, examples: list[Example], step: bool) -> dict[str, Any]:
         """Train on a batch; return the seconds, those of the processor's work, and the loss.
         Without `step`, only compute the loss."""
-        began = time.perf_counter()
-        cpu = time.process_time()
+        start = time.perf_counter()
+        cpu_start = time.process_time()
         host = 0.0
         if self.settings["grouped"]:
             examples = sorted(examples, key=lambda example: len(example["tokens"]))
         total = sum(int((example["targets"][:-1] >= 0).sum()) for example in examples)
         loss = 0.0
         slots = 0
-        for at in range(0, len(examples), self.settings["micro_batch"]):
-            before = time.perf_counter()
-            inputs = collate(examples[at : at + self.settings["micro_batch"]], self.settings)
-            host += time.perf_counter() - before
+        for offset in range(0, len(examples), self.settings["micro_batch"]):
+            collate_start = time.perf_counter()
+            inputs = collate(
+                examples[offset : offset + self.settings["micro_batch"]], self.settings
+            )
+            host += time.perf_counter() - collate_start
             share = int((inputs["labels"] != NO_TARGET).sum()) / total
             slots += inputs["input_ids"].numel()
             with torch.set_grad_enabled(step):
-                part = share * self.model(**inputs, use_cache=False).loss
+                microbatch_loss = share * self.model(**inputs, use_cache=False).loss
             if step:
-                part.backward()
-            loss += part.item()
+                microbatch_loss.backward()
+            loss += microbatch_loss.item()
         if step:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"])
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        found = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
-        return found | {"host": host, "loss": loss, "targets": total, "slots": slots}
+        result = {
+            "seconds": time.perf_counter() - start,
+            "cpu_seconds": time.process_time() - cpu_start,
+        }
+        return result | {"host": host, "loss": loss, "targets": total, "slots": slots}
 
 
 if __name__ == "__main__":

@@ -74,9 +74,9 @@ def compile_alone(config: Config) -> float:
 def _compile(config: Config, seconds: Any) -> None:
     with suppress(*USER_ERRORS):  # the measuring process meets them, too, and reports them
         _, programs = _programs(config)
-        began = time.perf_counter()
+        start = time.perf_counter()
         programs.compile()
-        seconds.value = time.perf_counter() - began
+        seconds.value = time.perf_counter() - start
 
 
 def run_before(
@@ -128,26 +128,30 @@ class OwnRun:
         tokens."""
         batch = self.programs.put(self.filler(0, examples))
         _, sums, _ = self.programs.gradients(self.state.params, batch)
-        drawn = sums.drawn
-        of_kind = (sums.loss, sums.targets) if drawn is None else (drawn.loss, drawn.patches)
-        total, targets = (float(np.sum(jax.device_get(x))) for x in of_kind)
+        drawn_sums = sums.drawn
+        loss_and_count = (
+            (sums.loss, sums.targets)
+            if drawn_sums is None
+            else (drawn_sums.loss, drawn_sums.patches)
+        )
+        total, targets = (float(np.sum(jax.device_get(x))) for x in loss_and_count)
         return total / targets
 
     def __call__(self, step: int, examples: Any) -> dict[str, Any]:
         """Train on a batch; return the seconds, those of the host's work, and the loss."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         cpu = time.process_time()
         host = self.filler(step, examples)
-        filled = time.perf_counter() - began
-        cpu_filled = time.process_time() - cpu
+        fill_seconds = time.perf_counter() - start
+        fill_cpu = time.process_time() - cpu
         run_before(self.programs, self.state.params, host, self.programs_run)
-        began = time.perf_counter()
+        start = time.perf_counter()
         cpu = time.process_time()
         self.state, metrics = self.programs.train(self.state, self.programs.put(host))
         jax.block_until_ready((self.state, metrics))
-        seconds = filled + time.perf_counter() - began
-        cpu_seconds = cpu_filled + time.process_time() - cpu
+        seconds = fill_seconds + time.perf_counter() - start
+        cpu_seconds = fill_cpu + time.process_time() - cpu
         slots = sum(row["segments"].size for row in host.rows[self.phase])
-        record = {"seconds": seconds, "cpu_seconds": cpu_seconds, "host": filled}
+        record = {"seconds": seconds, "cpu_seconds": cpu_seconds, "host": fill_seconds}
         record["loss"] = float(metrics["loss"])
         return record | {"targets": host.targets, "slots": slots, "peak_bytes": peak_bytes()}

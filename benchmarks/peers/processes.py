@@ -87,7 +87,9 @@ def has_modules(python: str, *names: str) -> bool:
 
 def check_losses(losses: Mapping[str, float]) -> None:
     """Raise ValueError unless all losses before the first step are equal to `SAME_LOSS`."""
-    own = losses["jaxmllm"]
+    own_loss = losses["jaxmllm"]
     for name, loss in losses.items():
-        if not abs(loss - own) < SAME_LOSS:
-            raise ValueError(f"{name}: the loss is {loss}, and {own} in jaxmllm, before any step")
+        if not abs(loss - own_loss) < SAME_LOSS:
+            raise ValueError(
+                f"{name}: the loss is {loss}, and {own_loss} in jaxmllm, before any step"
+            )

@@ -62,17 +62,17 @@ class Clock:
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass: it counts as the decoder's until it reaches the noted tensor, and
         then as that of encoders and embedding."""
-        began = time.process_time()
+        start = time.process_time()
         loss.backward()
-        self.seconds["language backward"] += self.reached - began
+        self.seconds["language backward"] += self.reached - start
         self.seconds["encoders backward"] += time.process_time() - self.reached
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Add the seconds inside this context to the part `name`."""
-        began = time.process_time()
+        start = time.process_time()
         yield
-        self.seconds[name] += time.process_time() - began
+        self.seconds[name] += time.process_time() - start
 
 
 # ---------------------------------------------------------------------------- parts that both have
@@ -95,8 +95,8 @@ class Projector(nn.Module):
 def of_phase(examples: Sequence[Example], phase: str) -> list[tuple[int, Item]]:
     """Items of a phase, each with the number of its example."""
     return [
-        (number, item)
-        for number, example in enumerate(examples)
+        (example_index, item)
+        for example_index, example in enumerate(examples)
         for item in example.items
         if item.phase == phase
     ]
@@ -155,10 +155,10 @@ class PaddedModel(nn.Module):
         super().__init__()
         self.config = config
         language = config.language
-        parts: dict[str, nn.Module] = {}
+        modules: dict[str, nn.Module] = {}
         if config.vision is not None:
             vision = config.vision
-            parts["vision"] = Siglip2VisionModel(
+            modules["vision"] = Siglip2VisionModel(
                 Siglip2VisionConfig(
                     hidden_size=vision.width,
                     intermediate_size=vision.mlp_width,
@@ -170,15 +170,15 @@ class PaddedModel(nn.Module):
                     attn_implementation="sdpa",
                 )
             )
-            parts["projector_vision"] = Projector(
+            modules["projector_vision"] = Projector(
                 vision.width, group_of("vision", config), language.width
             )
         if config.audio is not None:
-            parts["audio"] = PaddedAudio(config.audio)
-            parts["projector_audio"] = Projector(
+            modules["audio"] = PaddedAudio(config.audio)
+            modules["projector_audio"] = Projector(
                 config.audio.width, group_of("audio", config), language.width
             )
-        parts["language"] = LlamaForCausalLM(
+        modules["language"] = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=vocabulary,
                 hidden_size=language.width,
@@ -193,15 +193,15 @@ class PaddedModel(nn.Module):
                 use_cache=False,
             )
         )
-        self.parts = nn.ModuleDict(parts)
+        self.parts = nn.ModuleDict(modules)
 
     def forward(self, examples: Sequence[Example], clock: Clock) -> Tensor:
         """Sum of the losses of a micro-batch."""
         language = self.parts["language"]
-        longest = max(len(example.tokens) for example in examples)
-        tokens = padded([example.tokens for example in examples], longest)
-        targets = padded([example.targets for example in examples], longest, -1)
-        mask = padded([np.ones_like(example.tokens) for example in examples], longest)
+        max_length = max(len(example.tokens) for example in examples)
+        tokens = padded([example.tokens for example in examples], max_length)
+        targets = padded([example.targets for example in examples], max_length, -1)
+        mask = padded([np.ones_like(example.tokens) for example in examples], max_length)
         x = language.get_input_embeddings()(tokens)
         for phase in self.config.encoders:
             items = of_phase(examples, phase)
@@ -211,11 +211,11 @@ class PaddedModel(nn.Module):
                 features = self.parts[f"projector_{phase}"](
                     getattr(self, f"_{phase}")([item for _, item in items])
                 )
-            slots = [row * longest + item.slot + np.arange(item.tokens) for row, item in items]
-            made = torch.cat(
+            slots = [row * max_length + item.slot + np.arange(item.tokens) for row, item in items]
+            embeddings = torch.cat(
                 [f[: item.tokens] for f, (_, item) in zip(features, items, strict=True)]
             )
-            x = x.flatten(0, 1).index_copy(0, torch.from_numpy(np.concatenate(slots)), made)
+            x = x.flatten(0, 1).index_copy(0, torch.from_numpy(np.concatenate(slots)), embeddings)
             x = x.unflatten(0, tokens.shape)
         clock.notes(x)
         with clock("language forward"):
@@ -232,9 +232,9 @@ class PaddedModel(nn.Module):
 
     def _audio(self, items: Sequence[Item]) -> Tensor:
         frames = padded([item.features for item in items])
-        visible = padded([np.ones(-(-item.real // STRIDE), np.bool_) for item in items])
-        visible = F.pad(visible, (0, frames.shape[1] // STRIDE - visible.shape[1]))
-        return self.parts["audio"](frames, visible)
+        mask = padded([np.ones(-(-item.real // STRIDE), np.bool_) for item in items])
+        mask = F.pad(mask, (0, frames.shape[1] // STRIDE - mask.shape[1]))
+        return self.parts["audio"](frames, mask)
 
 
 def padded(arrays: Sequence[NDArray[Any]], longest: int = 0, value: int = 0) -> Tensor:
@@ -289,21 +289,21 @@ class Segments:
         self.gathers = gathers
         if gathers:
             counts = np.array(self.lengths)
-            inside = np.arange(counts.max()) < counts[:, None]
-            first = (np.cumsum(counts) - counts)[:, None]
-            table = np.where(inside, first + np.arange(counts.max()), 0)
+            is_filled = np.arange(counts.max()) < counts[:, None]
+            starts = (np.cumsum(counts) - counts)[:, None]
+            table = np.where(is_filled, starts + np.arange(counts.max()), 0)
             self.table = torch.from_numpy(table)  # [B, L]
-            self.places = torch.from_numpy(np.flatnonzero(inside))  # [N] in B * L
-            visible = torch.from_numpy(inside)[:, None, None, :]
+            self.places = torch.from_numpy(np.flatnonzero(is_filled))  # [N] in B * L
+            mask = torch.from_numpy(is_filled)[:, None, None, :]
             if causal:  # padding follows an example, so the causal mask hides it
-                visible = None
-            self.visible = visible
+                mask = None
+            self.visible = mask
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [N, H, K], k, v [N, G, K] -> [N, H, K]."""
         if not self.gathers:
-            parts = zip(*(x.split(self.lengths) for x in (q, k, v)), strict=True)
-            return torch.cat([self._of_segment(*part) for part in parts])
+            segments = zip(*(x.split(self.lengths) for x in (q, k, v)), strict=True)
+            return torch.cat([self._of_segment(*segment) for segment in segments])
         rows = [x[self.table].transpose(1, 2) for x in (q, k, v)]
         mixed = F.scaled_dot_product_attention(
             *rows, attn_mask=self.visible, is_causal=self.causal, enable_gqa=grouped(q, k)
@@ -346,8 +346,10 @@ class Attention(nn.Module):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [N, H, K] by angles with cos, sin [N, 1, K / 2]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    first_half, second_half = x.chunk(2, dim=-1)
+    return torch.cat(
+        [first_half * cos - second_half * sin, second_half * cos + first_half * sin], dim=-1
+    )
 
 
 class GatedMLP(nn.Module):
@@ -393,7 +395,7 @@ class Tower(nn.Module):
         super().__init__()
         layers = tree["layers"]["attention_norm"]["scale"].shape[0]
         self.layers = nn.ModuleList(
-            Block(layer_of(tree["layers"], number), epsilon) for number in range(layers)
+            Block(layer_of(tree["layers"], index), epsilon) for index in range(layers)
         )
         self.norm = RMSNorm(tree["norm"]["scale"], epsilon)
 
@@ -462,7 +464,10 @@ class PackedModel(nn.Module):
                 media = self.towers[f"projector_{phase}"](
                     getattr(self, f"_{phase}")([item for _, item in items])
                 )
-            slots = [starts[number] + item.slot + np.arange(item.tokens) for number, item in items]
+            slots = [
+                starts[example_index] + item.slot + np.arange(item.tokens)
+                for example_index, item in items
+            ]
             x = x.index_copy(0, torch.from_numpy(np.concatenate(slots)), media)
         clock.notes(x)
         with clock("language forward"):
@@ -473,10 +478,10 @@ class PackedModel(nn.Module):
             )
             targets = whole([example.targets for example in examples])
         with clock("head forward"):
-            wanted = torch.nonzero(targets >= 0)[:, 0]
-            x = x[wanted]
+            target_slots = torch.nonzero(targets >= 0)[:, 0]
+            x = x[target_slots]
             logits = F.linear(x, self.embedding) if self.head is None else self.head(x)
-            return F.cross_entropy(logits, targets[wanted], reduction="sum")
+            return F.cross_entropy(logits, targets[target_slots], reduction="sum")
 
     def _vision(self, items: Sequence[Item]) -> Tensor:
         """Features of images end to end; half of the pairs of dimensions rotate by each axis."""
@@ -497,26 +502,26 @@ class PackedModel(nn.Module):
         assert config is not None
         frames = torch.from_numpy(np.concatenate([item.features for item in items]))
         positions = np.concatenate([item.positions[::STRIDE, 0] for item in items])
-        first = torch.from_numpy(positions % (config.chunk_frames // STRIDE) == 0)
+        starts_chunk = torch.from_numpy(positions % (config.chunk_frames // STRIDE) == 0)
         # After the first convolution each token has two slots; only the first one may begin a chunk
-        halves = torch.stack([first, torch.zeros_like(first)], dim=1).flatten()
-        x = halved(self.second, halved(self.first, frames, halves), first)
+        halves = torch.stack([starts_chunk, torch.zeros_like(starts_chunk)], dim=1).flatten()
+        x = halved(self.second, halved(self.first, frames, halves), starts_chunk)
         frequency = frequencies(config.head_size // 2, config.rope_theta)
         angles = torch.from_numpy((positions[:, None] * frequency).astype(np.float32))
         # No token sees padding inside a clip, not even padding: it goes through the layers alone
-        real = np.concatenate(
+        is_real = np.concatenate(
             [np.arange(len(i.features) // STRIDE) * STRIDE < i.real for i in items]
         )
         segments = Segments([-(-item.real // STRIDE) for item in items], False, self.gathers)
-        if real.all():
+        if is_real.all():
             return self.towers["audio"](x, segments, angles)
         tower = self.towers["audio"]
-        places = torch.from_numpy(np.flatnonzero(real))
-        seen = tower(x[places], segments, angles[places])
-        rest = torch.from_numpy(np.flatnonzero(~real))
-        alone = tower(x[rest], Unseen(), angles[rest])
-        whole_clips = torch.zeros_like(x).index_copy(0, places, seen)
-        return whole_clips.index_copy(0, rest, alone)
+        real_indices = torch.from_numpy(np.flatnonzero(is_real))
+        real_output = tower(x[real_indices], segments, angles[real_indices])
+        padding_indices = torch.from_numpy(np.flatnonzero(~is_real))
+        padding_output = tower(x[padding_indices], Unseen(), angles[padding_indices])
+        output = torch.zeros_like(x).index_copy(0, real_indices, real_output)
+        return output.index_copy(0, padding_indices, padding_output)
 
 
 class Unseen(Segments):
@@ -534,9 +539,9 @@ def halved(project: nn.Linear, x: Tensor, first: Tensor) -> Tensor:
     slots."""
     even = x[0::2]
     odd = x[1::2]
-    before = torch.cat([torch.zeros_like(odd[:1]), odd[:-1]])
-    before = torch.where(first[:, None], 0, before)
-    return F.gelu(project(torch.cat([before, even, odd], dim=1)), approximate="tanh")
+    previous = torch.cat([torch.zeros_like(odd[:1]), odd[:-1]])
+    previous = torch.where(first[:, None], 0, previous)
+    return F.gelu(project(torch.cat([previous, even, odd], dim=1)), approximate="tanh")
 
 
 def language_angles(config: LanguageConfig, positions: NDArray[Any]) -> Tensor:
@@ -575,11 +580,11 @@ class Stepper:
         self.size = 1  # examples in a micro-batch
         self.steps = 0
         decayed = [leaf for name, leaf in model.named_parameters() if is_decayed(name, leaf)]
-        others = [leaf for name, leaf in model.named_parameters() if not is_decayed(name, leaf)]
+        undecayed = [leaf for name, leaf in model.named_parameters() if not is_decayed(name, leaf)]
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": decayed, "weight_decay": config.weight_decay},
-                {"params": others, "weight_decay": 0.0},
+                {"params": undecayed, "weight_decay": 0.0},
             ],
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
@@ -590,15 +595,15 @@ class Stepper:
     def microbatches(self, examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
         if self.sorts:
             examples = sorted(examples, key=lambda example: len(example.tokens))
-        for first in range(0, len(examples), self.size):
-            yield examples[first : first + self.size]
+        for start in range(0, len(examples), self.size):
+            yield examples[start : start + self.size]
 
     def __call__(self, examples: Sequence[Example], updates: bool = True) -> dict[str, Any]:
         """Run one step; return its seconds, those of its parts, loss and number of targets. Without
         `updates` parameters stay as they are."""
         clock = Clock()
-        began = time.perf_counter()
-        cpu = time.process_time()
+        start = time.perf_counter()
+        cpu_start = time.process_time()
         targets = sum(int((example.targets >= 0).sum()) for example in examples)
         total = 0.0
         for microbatch in self.microbatches(examples):
@@ -615,8 +620,8 @@ class Stepper:
                 self.steps += 1
             self.optimizer.zero_grad(set_to_none=True)
         return {
-            "seconds": time.perf_counter() - began,
-            "cpu_seconds": time.process_time() - cpu,
+            "seconds": time.perf_counter() - start,
+            "cpu_seconds": time.process_time() - cpu_start,
             "parts": dict(clock.seconds),
             "loss": total / targets,
             "targets": targets,
@@ -649,11 +654,15 @@ def is_decayed(name: str, leaf: Tensor) -> bool:
 def parameters_by_component(model: nn.Module, config: ModelConfig) -> dict[str, int]:
     """Numbers of parameters by component, with our names."""
     counts: dict[str, int] = defaultdict(int)
-    own = {"patch": "vision", "first": "audio", "second": "audio"}
+    component_by_name = {"patch": "vision", "first": "audio", "second": "audio"}
     for name, leaf in model.named_parameters():
         path = name.split(".")
-        part = path[1] if path[0] in ("parts", "towers") else own.get(path[0], "language")
-        counts[part.replace("projector_", "projector.")] += leaf.numel()
+        component = (
+            path[1]
+            if path[0] in ("parts", "towers")
+            else component_by_name.get(path[0], "language")
+        )
+        counts[component.replace("projector_", "projector.")] += leaf.numel()
     return dict(counts)
 
 
@@ -697,25 +706,25 @@ def serve(
         if request != "tune":
             connection.send(steppers[request](examples))
             continue
-        took = {
+        seconds = {
             gathers: stepper.tune(examples, sizes.get("packed"))
             for gathers, stepper in packed.items()
         }
-        gathers = min(took, key=took.__getitem__)
+        gathers = min(seconds, key=seconds.__getitem__)
         steppers["packed"] = packed.pop(gathers)
         packed.clear()
         steppers["whole"].tune(examples, len(examples))
-        for other in ("padded", "grouped"):
-            steppers[other].tune(examples, sizes.get(other))
-        told = {
+        for peer_name in ("padded", "grouped"):
+            steppers[peer_name].tune(examples, sizes.get(peer_name))
+        facts = {
             name: {
                 "micro_batch": stepper.size,
                 "parameters": parameters_by_component(stepper.model, config),
             }
             for name, stepper in steppers.items()
         }
-        told["packed"]["attention"] = (
+        facts["packed"]["attention"] = (
             "segments gathered into a padded batch" if gathers else "segment by segment"
         )
-        told["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
-        connection.send(told)
+        facts["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
+        connection.send(facts)
