@@ -156,9 +156,9 @@ def measure(
         step = setting_record | step_record(plans, held_out, spec, repeats)
         for name in PROXIES:
             step[name] = {mode: figures[name] for mode, figures in proxy.items()}
-            balanced = proxy[BALANCED][name]
+            balanced_proxy = proxy[BALANCED][name]
             step[f"{name}_over_{BALANCED}"] = {
-                mode: figures[name] / balanced for mode, figures in proxy.items()
+                mode: figures[name] / balanced_proxy for mode, figures in proxy.items()
             }
         step["workload"] = describe(held_out[0])
         records.append(step)
@@ -199,14 +199,14 @@ def step_record(
     figures = [step_figures(plan, batch, spec) for plan, batch in zip(plans, batches, strict=True)]
     routes = [route_figures(plan, ranks) for plan in plans]
     times = [milliseconds(plan_step, batch, spec) for batch in batches for _ in range(repeats)]
-    padded = replace(
+    padded_spec = replace(
         spec, routes={name: replace(route, backend="padded") for name, route in spec.routes.items()}
     )
-    routes += [padded_figures(plan_step(batch, padded)) for batch in batches]
+    routes += [padded_figures(plan_step(batch, padded_spec)) for batch in batches]
     times += [
-        {f"{name}_padded": value for name, value in time_of_plan.items()}
-        for time_of_plan in (
-            milliseconds(plan_step, batch, padded) for batch in batches for _ in range(repeats)
+        {f"{name}_padded": value for name, value in plan_times.items()}
+        for plan_times in (
+            milliseconds(plan_step, batch, padded_spec) for batch in batches for _ in range(repeats)
         )
     ]
     return (
@@ -334,12 +334,12 @@ def _routed(plan: StepPlan, name: str) -> float:
 def milliseconds(plan: Callable[..., object], *arguments: Any) -> dict[str, float]:
     """Wall and CPU time of one plan on one core, in milliseconds."""
     with one_core():
-        wall = time.perf_counter()
-        cpu = time.process_time()
+        wall_start = time.perf_counter()
+        cpu_start = time.process_time()
         plan(*arguments)
         return {
-            "plan_ms": 1e3 * (time.perf_counter() - wall),
-            "plan_cpu_ms": 1e3 * (time.process_time() - cpu),
+            "plan_ms": 1e3 * (time.perf_counter() - wall_start),
+            "plan_cpu_ms": 1e3 * (time.process_time() - cpu_start),
         }
 
 
@@ -447,13 +447,13 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     title = f"Workload: first batch of {steps[-1]['ranks']} x {steps[-1]['per_rank']} examples, lengths of items"
     print_table(title, ["phase", "items", "mean", "CV", "max/mean", "inner padding"], table)
     pairs = {
-        name.removeprefix("correlation/"): r
-        for name, r in workload.items()
+        name.removeprefix("correlation/"): correlation
+        for name, correlation in workload.items()
         if name.startswith("correlation/")
     }
     print_table("Correlations of an example's amounts", list(pairs), [list(pairs.values())])
 
-    names_of_setting = ["ranks", "per rank", "batches", "spans"]
+    setting_columns = ["ranks", "per rank", "batches", "spans"]
     figures = {
         "over ideal": "over_ideal",
         "gap to floor": "gap_to_floor",
@@ -462,7 +462,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         "real tokens": "real_token_fraction",
         "rows per rank": "rows",
     }
-    columns = [*names_of_setting, "phase", *figures, "gathered GB, all", "plan ms"]
+    columns = [*setting_columns, "phase", *figures, "gathered GB, all", "plan ms"]
     table = [
         [
             *_setting_of(row),
@@ -476,7 +476,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     print_table(f"Phases, balance.mode: {BALANCED}", columns, table)
 
     ratios = [mode for mode in MODES if mode != BALANCED]
-    columns = [*names_of_setting, *ratios, *(f"{mode} padded" for mode in ratios)]
+    columns = [*setting_columns, *ratios, *(f"{mode} padded" for mode in ratios)]
     table = [
         [
             *_setting_of(row),
@@ -498,7 +498,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         "slots / moved": "slots_moved_over_moved",
     }
     table = [[*_setting_of(row), *(row.get(name) for name in costs.values())] for row in steps]
-    print_table("Steps", [*names_of_setting, *costs], table)
+    print_table("Steps", [*setting_columns, *costs], table)
 
 
 def _setting_of(row: Mapping[str, Any]) -> list[Any]:

@@ -245,9 +245,8 @@ def computed_flops(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, pairs: i
     seen_pairs = float(spec.flops.squares(lengths, items.extra)[0].sum())
     if spec.name == LANGUAGE:
         seen_pairs /= 2  # text sees only one side of the diagonal of its square
-    unseen_ratio = (
-        pairs / seen_pairs - 1 if seen_pairs else 0.0
-    )  # computed in addition to each pair that is seen
+    # Pairs that are computed in addition to each pair that is seen
+    unseen_ratio = pairs / seen_pairs - 1 if seen_pairs else 0.0
     attention = float(spec.flops.attention(lengths, items.extra).sum())
     return all_flops(plan, items, spec) + unseen_ratio * attention
 
@@ -284,9 +283,9 @@ def rows_of(host: HostStep) -> set[RowsOf]:
 def runs_first(host: HostStep, programs_run: set[RowsOf]) -> bool:
     """Whether a step runs some program for the first time, which takes some tenths of a second more
     than any later run. Adds the step's rows to `programs_run`."""
-    new = rows_of(host) - programs_run
-    programs_run |= new
-    return bool(new)
+    new_rows = rows_of(host) - programs_run
+    programs_run |= new_rows
+    return bool(new_rows)
 
 
 def train_by_program(
@@ -342,7 +341,10 @@ def mean_amounts(of_steps: Sequence[Mapping[str, PhaseAmounts]]) -> dict[str, Ph
     def mean(phase: str) -> PhaseAmounts:
         amounts: Any = zip(*(step[phase] for step in of_steps), strict=True)
         # `REST` has only seconds: all its other fields are None
-        means: Any = (None if None in numbers else statistics.mean(numbers) for numbers in amounts)
+        means: Any = (
+            None if None in field_values else statistics.mean(field_values)
+            for field_values in amounts
+        )
         return PhaseAmounts(*means)
 
     return {phase: mean(phase) for phase in of_steps[0]}
@@ -393,8 +395,8 @@ def main(command: Sequence[str] | None = None) -> int:
         # Must be set before JAX looks for devices. One process needs no coordinator, and no sockets
         # for its collectives.
         flags = os.environ.get("XLA_FLAGS", "")
-        count = f"--xla_force_host_platform_device_count={options.devices}"
-        os.environ["XLA_FLAGS"] = f"{flags} {count}".strip()
+        device_flag = f"--xla_force_host_platform_device_count={options.devices}"
+        os.environ["XLA_FLAGS"] = f"{flags} {device_flag}".strip()
     elif PROCESS_ID not in os.environ:
         arguments = sys.argv[1:] if command is None else command
         return run_local(

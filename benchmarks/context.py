@@ -90,9 +90,9 @@ TIME_WORDS = (2, 8)  # least number of words before a frame, and one more than t
 
 
 def prepend(random: np.random.Generator, tokens: int) -> TokenIds:
-    images = int(tokens * random.uniform(0.3, 0.7))
+    image_tokens = int(tokens * random.uniform(0.3, 0.7))
     group = np.zeros(tokens, np.int32)
-    group[:images] = _numbered(TASKS["captioning"].image.draw(random, tokens), images)
+    group[:image_tokens] = _numbered(TASKS["captioning"].image.draw(random, tokens), image_tokens)
     return _document(group)
 
 
@@ -118,19 +118,19 @@ def packed(random: np.random.Generator, tokens: int) -> TokenIds:
         random.integers(2**31, size=4).tolist(), max(16, int(tokens * EXAMPLES_PER_TOKEN))
     )
     document, group, position = np.zeros((3, tokens), np.int32)
-    start = np.full(len(batch.examples), -1)
+    starts = np.full(len(batch.examples), -1)
     end = 0
     for example, length in enumerate(batch.phases[LANGUAGE].length.tolist()):
         if end + length <= tokens:
-            start[example] = end
+            starts[example] = end
             document[end : end + length] = example + 1
             position[end : end + length] = np.arange(length)
             end += length
     for phase in ("vision", "audio"):
         items = batch.phases[phase]
-        for item in np.flatnonzero(start[items.example] >= 0):
-            image = start[items.example[item]] + items.slot[item]
-            group[image : image + items.tokens[item]] = item + 1
+        for item in np.flatnonzero(starts[items.example] >= 0):
+            image_start = starts[items.example[item]] + items.slot[item]
+            group[image_start : image_start + items.tokens[item]] = item + 1
     return TokenIds(document, group, position)
 
 
@@ -203,10 +203,10 @@ def balance(method: str, ids: TokenIds, ranks: int, work_of: WorkOf) -> RowBalan
     """Plan one row, timed, and weigh the work of each rank."""
     block = block_of(len(ids.document), ranks)
     work = partial(work_of, ids, block)
-    begin = time.process_time()
+    start = time.process_time()
     owner = METHODS[method](work, len(ids.document) // block, ranks)
     np.argsort(owner, kind="stable")  # timed, too: the order of the blocks on the ranks
-    seconds = time.process_time() - begin
+    seconds = time.process_time() - start
     load = np.bincount(owner, work(), ranks)
     blocks = np.bincount(owner, minlength=ranks)
     return RowBalance(_over_mean(load), _over_mean(layer_cost(load, blocks, block)), seconds)
@@ -319,10 +319,8 @@ def main(command: Sequence[str] | None = None) -> int:
         f"equal, worst of {summary['cells']} cells: layer {summary['worst_layer']:.4f}, tiles "
         f"{summary['worst_tiles']:.4f}, planning {summary['worst_plan_ms']:.2f} ms"
     )
-    for method, better_cells in summary["better"].items():
-        print(
-            f"{method} is better in {better_cells['layer']} cells by layer, in {better_cells['tiles']} by tiles"
-        )
+    for method, wins in summary["better"].items():
+        print(f"{method} is better in {wins['layer']} cells by layer, in {wins['tiles']} by tiles")
     write_json(
         options.json,
         "context",

@@ -174,9 +174,8 @@ def batches_of_buckets(
     dropped_items = 0
     for shape_index in range(len(shapes)):
         members = np.flatnonzero(bucket == shape_index)
-        item_slots = (
-            int(latents[members[0]]) + MOST_TEXT
-        )  # slots of an item; all of a bucket are equal
+        # All items of a bucket have equal latents
+        item_slots = int(latents[members[0]]) + MOST_TEXT
         size = max(1, min(most_slots // item_slots, int(most_cost / cost.of(float(item_slots)))))
         dropped_items += len(members) % size
         for start in range(0, len(members) - size + 1, size):

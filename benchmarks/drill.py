@@ -150,13 +150,13 @@ class Drill:
         command = [sys.executable, "-m", "jaxmllm.train", "--config", str(self.config), "--resume"]
         command += [f"run.directory={directory}", f"data.workers={life.workers}"]
         if life.processes > 1:
-            local = [
+            launch_options = [
                 "--processes",
                 str(life.processes),
                 "--devices",
                 str(life.devices // life.processes),
             ]
-            command = [sys.executable, "-m", "launch.local", *local, "--", *command]
+            command = [sys.executable, "-m", "launch.local", *launch_options, "--", *command]
         environment = os.environ | {
             MARKER: self.marker,
             "JAX_PLATFORMS": "cpu",
@@ -256,14 +256,14 @@ class Drill:
             try:
                 if marker not in (entry / "environ").read_bytes().split(b"\0"):
                     continue
-                words = (entry / "cmdline").read_bytes().split(b"\0")
+                arguments = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:  # it has just ended
                 continue
-            if b"launch.local" in words:
+            if b"launch.local" in arguments:
                 members.append((int(entry.name), "launcher"))
-            elif b"jaxmllm.train" in words:
+            elif b"jaxmllm.train" in arguments:
                 members.append((int(entry.name), "trainer"))
-            elif any(words):  # a zombie has no words
+            elif any(arguments):  # a zombie has no words
                 members.append((int(entry.name), "worker"))
         return members
 

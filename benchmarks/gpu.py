@@ -407,8 +407,8 @@ def part_of_row(slots: int, span: int, block: int) -> tuple[Mask, int]:
     ordered_ids = row_ids.map(lambda column: column.reshape(blocks, block)[order].ravel())
     part_ids = ordered_ids.at(slice((span - 1) * slots, None))
     mask = Mask(part_ids, ordered_ids, lists.queries, lists.keys)
-    count = int((tiles.query % span == span - 1).sum())
-    return jax.tree.map(lambda array: jnp.asarray(array[None]), mask), count
+    tile_count = int((tiles.query % span == span - 1).sum())
+    return jax.tree.map(lambda array: jnp.asarray(array[None]), mask), tile_count
 
 
 # ---------------------------------------------------------------------------- programs and steps
@@ -727,7 +727,8 @@ def main(command: Sequence[str] | None = None) -> int:
     settings: Row = {"seconds": options.seconds, "set": options.set}
     write_json(options.json, "gpu", options.seed, GENERATOR, rows=rows, **settings)
     print(
-        f"{len(rows)} records in {options.seconds - bench.seconds_left:.0f} s, {len(failures)} failed"
+        f"{len(rows)} records in {options.seconds - bench.seconds_left:.0f} s, "
+        f"{len(failures)} failed"
     )
     return 0
 

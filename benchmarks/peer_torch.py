@@ -523,8 +523,10 @@ def add_threads(parser: argparse.ArgumentParser, default: int) -> None:
             raise argparse.ArgumentTypeError(f"{count}: this process may use {len(cores())} cores")
         return count
 
-    fewer = min(default, len(cores()))
-    parser.add_argument("--threads", type=threads, default=fewer, help="cores, for every system")
+    default_threads = min(default, len(cores()))
+    parser.add_argument(
+        "--threads", type=threads, default=default_threads, help="cores, for every system"
+    )
 
 
 def use_cores(threads: int) -> None:

@@ -295,16 +295,16 @@ def waiting_bytes(chains: Chains, schedule: Schedule) -> float:
     """Bytes of the slots that a schedule needs on every rank, in bfloat16."""
     width = chains.model.language.width
     total = 0
-    for (pool, chain), count in slots_needed([schedule]).items():
-        name = schedule.graph.ring.chains[chain].name
-        blocks = max(schedule.graph.ring.chains[chain].layers)
-        numbers = {
+    for (pool, chain_index), count in slots_needed([schedule]).items():
+        name = schedule.graph.ring.chains[chain_index].name
+        blocks = max(schedule.graph.ring.chains[chain_index].layers)
+        values_by_pool = {
             Pool.TOKENS: chains.tokens.get(name, 0) * width,
             Pool.TOKEN_GRADIENT: chains.tokens.get(name, 0) * width,
             Pool.PENDING: chains.slots[name] * _products(chains.model, name) * blocks,
         }
-        own_width = getattr(chains.model, name).width
-        total += 2 * count * numbers.get(pool, chains.slots[name] * own_width)
+        phase_width = getattr(chains.model, name).width
+        total += 2 * count * values_by_pool.get(pool, chains.slots[name] * phase_width)
     return float(total)
 
 
@@ -520,7 +520,8 @@ def main(command: Sequence[str] | None = None) -> int:
     model_modes = MODELS[options.model].modes
     if unknown_modes := [mode for mode in options.modes or () if mode not in model_modes]:
         parser.error(
-            f"--modes {' '.join(unknown_modes)}: --model {options.model!r} has {', '.join(model_modes)}"
+            f"--modes {' '.join(unknown_modes)}: --model {options.model!r} has "
+            f"{', '.join(model_modes)}"
         )
     try:  # before anything is measured
         files = FileLengths.of(options.data, tuple(PHASES)) if options.data else None

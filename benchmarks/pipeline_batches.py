@@ -206,19 +206,19 @@ def media_and_text(
         model=model,
         layers={name: phase_layers(model, name) for name in (*encoders, LANGUAGE)},
         modes={
-            mode: frozenset(each for each in components if each.startswith(tuple(prefixes)))
+            mode: frozenset(entry for entry in components if entry.startswith(tuple(prefixes)))
             for mode, prefixes in modes.items()
         },
-        slots={name: each.of_row * each.slots for name, each in media.items()}
+        slots={name: entry.of_row * entry.slots for name, entry in media.items()}
         | {LANGUAGE: ROW_TOKENS},
-        squares={name: each.of_row * each.slots**2 for name, each in media.items()}
+        squares={name: entry.of_row * entry.slots**2 for name, entry in media.items()}
         | {LANGUAGE: ROW_TOKENS**2 // EXAMPLES},
         read={
-            name: Fraction(each.most // len(encoders), 2 * each.of_row)
-            for name, each in media.items()
+            name: Fraction(entry.most // len(encoders), 2 * entry.of_row)
+            for name, entry in media.items()
         },
         room=4,
-        tokens={name: each.of_row * each.tokens for name, each in media.items()},
+        tokens={name: entry.of_row * entry.tokens for name, entry in media.items()},
         generate=lambda seed, microbatches: generate(encoders, seed, microbatches),
         drawn_rows=drawn_rows,
         planned_rows=lambda batch: planned_rows(model, batch),

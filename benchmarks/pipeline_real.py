@@ -448,9 +448,9 @@ def instances(
             if mix == "speech" and "audio" not in encoders:
                 continue
             for mode in modes:
-                for count in stages:
+                for stage_count in stages:
                     for examples in per_replica:
-                        yield Instance(profile, mix, mode, count, examples)
+                        yield Instance(profile, mix, mode, stage_count, examples)
 
 
 def measure_real(
@@ -509,7 +509,8 @@ def show_real(rows: Sequence[Mapping[str, Any]]) -> None:
         for row in rows
     ]
     print_table(
-        f"real: {reference['profile']}, mix {reference['mix']}, {reference['mode']}, {reference['stages']} stages, "
+        f"real: {reference['profile']}, mix {reference['mix']}, {reference['mode']}, "
+        f"{reference['stages']} stages, "
         f"{reference['per_replica']} examples per replica; fill of {' '.join(reference['fill'])}",
         [
             *("variant", "lockstep", "asynchronous", "over", "efficiency", "fill", "microbatches"),

@@ -290,7 +290,8 @@ def _published(file: Path | None) -> tuple[list[dict[str, Any]], dict[str, Any]]
     print(f"fitted: {fit_result.rates}")
     for (system, chip), share in fit_result.efficiencies.items():
         print(
-            f"efficiency of {system} on {chip}: {share:.3f} (another's: {fit_result.expected(chip):.3f})"
+            f"efficiency of {system} on {chip}: {share:.3f} "
+            f"(another's: {fit_result.expected(chip):.3f})"
         )
     drift = difference(fit_result.rates, RATES)
     if drift > SAME:

@@ -101,10 +101,10 @@ def _lognormal(ratio: float, seed: int) -> Draw:
 
 def _generated(mix: Mapping[str, float], seed: int) -> Draw:
     """Draws of generated batches, each with a seed of its own; phases without load are left out."""
-    numbers = iter(range(1 << 30))
+    seeds = iter(range(1 << 30))
 
     def draw(samples: int) -> Floats:
-        loads = example_loads(generate([seed, next(numbers)], samples, mix)).sum(axis=0)
+        loads = example_loads(generate([seed, next(seeds)], samples, mix)).sum(axis=0)
         return loads[loads > 0]
 
     return draw

@@ -129,20 +129,20 @@ def _rounded(chains: Chains, stages: int) -> Ring:
         for name, cost in costs.items()
     }
     counts[max(costs, key=lambda name: costs[name])] += stages - sum(counts.values())
-    placed = []
+    placed_chains = []
     first_stage = 0
     for name, count in counts.items():
         layers = len(chains[name]) - 2
         bounds = [round(layers * stage / count) for stage in range(count + 1)]
         layer_counts = tuple(stop - start for start, stop in itertools.pairwise(bounds))
         frozen = not any(layer.trainable for layer in chains[name][:-1])
-        placed.append(
+        placed_chains.append(
             Chain(
                 name, tuple(range(first_stage, first_stage + count)), layer_counts, head_only=frozen
             )
         )
         first_stage += count
-    return Ring(stages, tuple(placed))
+    return Ring(stages, tuple(placed_chains))
 
 
 def stage_costs(ring: Ring, chains: Chains) -> dict[str, Any]:

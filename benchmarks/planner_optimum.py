@@ -61,13 +61,19 @@ def optimum_rows(
       model: a model of `omni_config`; `sections` are sections for that config.
     """
     rows = []
-    for count in devices:
+    for device_count in devices:
         for mix in mixes:
-            data = {"batch_size": PER_DEVICE * count}
+            data = {"batch_size": PER_DEVICE * device_count}
             config = omni_config(model, data=data, **sections)
-            planner = make_planner(config, CLUSTERS["h100"], count, seed, mix=MIXES[mix])
-            rows.append({"kind": OPTIMUM, "devices": count, "mix": mix} | _compared(planner, count))
-            print(f"{count} devices, {mix}: {rows[-1]['over_best']:.3f} of the best", flush=True)
+            planner = make_planner(config, CLUSTERS["h100"], device_count, seed, mix=MIXES[mix])
+            rows.append(
+                {"kind": OPTIMUM, "devices": device_count, "mix": mix}
+                | _compared(planner, device_count)
+            )
+            print(
+                f"{device_count} devices, {mix}: {rows[-1]['over_best']:.3f} of the best",
+                flush=True,
+            )
     print_table(
         "chosen, and best of all", COLUMNS, [[row[name] for name in COLUMNS] for row in rows]
     )

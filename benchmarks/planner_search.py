@@ -43,7 +43,7 @@ COLUMNS: Final = (
 
 def scale_rows(seed: int, devices: Sequence[int] = DEVICES) -> list[dict[str, Any]]:
     """A row per number of devices."""
-    rows = [_row(count, seed) for count in devices]
+    rows = [_row(device_count, seed) for device_count in devices]
     print_table("the search", COLUMNS, [[row[column] for column in COLUMNS] for row in rows])
     return rows
 

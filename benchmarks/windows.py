@@ -154,10 +154,8 @@ def measure(
 def main() -> None:
     parser = measuring_parser(__doc__)
     parser.add_argument("--repeats", type=positive_int, default=5)
-    arguments = parser.parse_args()
-    records = [
-        record for row in ROWS for record in measure(*row, arguments.seed, arguments.repeats)
-    ]
+    options = parser.parse_args()
+    records = [record for row in ROWS for record in measure(*row, options.seed, options.repeats)]
     print_table(
         "A tower with windows",
         COLUMNS,
@@ -176,11 +174,11 @@ def main() -> None:
         ],
     )
     write_json(
-        arguments.json,
+        options.json,
         "windows",
-        arguments.seed,
+        options.seed,
         GENERATOR,
-        repeats=arguments.repeats,
+        repeats=options.repeats,
         rows=records,
     )
 
