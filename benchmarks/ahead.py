@@ -91,7 +91,7 @@ MESHES: Final[Mapping[str, Mapping[str, dict[str, Any]]]] = {
     },
 }
 CAPACITIES: Final = {"vision": 16_384, "audio": 8_192, LANGUAGE: 8_192}
-# Examples of several images are longer than a row
+# Examples of several images are left out, because they are longer than a row
 MIX: Final = {task: weight for task, weight in DEFAULT_MIX.items() if task != "multi_image"}
 PER_DEVICE: Final = 2  # examples
 FORWARD: Final = ("encode", "evaluate")
@@ -144,8 +144,8 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
     the mesh. None where the data decide: exchanges of media, and pipelines.
 
     * Weights are gathered over the axes that shard them between uses, in the type of the
-      computation: those of layers once in the forward pass and once in the backward pass, all
-      others (embedding, head, projector) once.
+      computation: weights of layers once in the forward pass and once in the backward pass, all
+      other weights (embedding, head, projector) once.
     * Gradients leave a backward pass by a reduce-scatter over the same axes, in the type of the
       computation, because each rank's own gradient has that type; adding microbatches in float32
       sends nothing. Over replicas they are added once per step, in float32, as shards, by
@@ -214,7 +214,9 @@ def needed_bytes(programs: Programs, name: ProgramName) -> dict[Kind, float] | N
     send("all-gather", layout, sequence_axes, passes * keys_and_values)
     send("reduce-scatter", layout, sequence_axes, backward * keys_and_values)
     activations = tokens / layout.parts * shapes.width * jnp.dtype(settings.dtype).itemsize
-    sums = 2 * shapes.layers + (name.subject == LANGUAGE)  # head, lookup: one sum each
+    # Per pass: two sums for each layer, and in the decoder one for the lookup (forward) or for the
+    # head (backward)
+    sums = 2 * shapes.layers + (name.subject == LANGUAGE)
     send("all-reduce", layout, layout.mesh_axes("mlp"), passes * sums * activations)
     return dict(bytes_by_kind)
 

@@ -37,8 +37,8 @@ from jaxmllm.tools.output import print_table, write_json
 HEADS = 8
 KEY_HEADS = 4
 SIZE = 64
-DENSE_BYTES = 2**30  # the dense form is run if its logits take at most this
-MATMUL = 2048
+DENSE_BYTES = 2**30  # the dense form is run only if its logits take at most this many bytes
+MATMUL = 2048  # side of the square matrices whose product gives the reference rate
 FORWARD_FLOPS = 4 * HEADS * SIZE  # for each query-key pair: logits and weighted sum
 BACKWARD_FLOPS = 10 * HEADS * SIZE  # for each pair: logits again, and four products
 PASSES = {"forward": FORWARD_FLOPS, "training": FORWARD_FLOPS + BACKWARD_FLOPS}
@@ -56,7 +56,7 @@ COLUMNS = [
 ]
 SLOPE_SLOTS = 16384
 SLOPE_DOCUMENTS = (512, 1024, 2048, 4096, 8192, 16384)
-LEAST_LENGTHS = 3  # lengths of documents to fit a line to: two always fit one
+LEAST_LENGTHS = 3  # lengths of documents that a line is fitted to: any two points lie on a line
 GENERATOR = (
     "numpy default_rng([seed, slots]): `packed` rows of benchmarks/context.py, normal q, k, v"
 )
@@ -117,7 +117,7 @@ def measure(seed: int, slots: int, blocks: list[int], repeats: int) -> list[dict
     random = np.random.default_rng([seed, slots])
     ids = packed(random, slots)
     q, k, v = random_inputs(random, slots)
-    forms: dict[int, dict[str, Callable[[], Any]]] = {}  # by block; 0 is the dense form
+    forms: dict[int, dict[str, Callable[[], Any]]] = {}  # by block size; 0 is the dense form
     tiles: dict[int, int] = {}
     for block in blocks:
         mask, tiles[block], _ = make_mask(ids, block)

@@ -54,14 +54,12 @@ class Shape:
 SHAPES = {"decoder": Shape(), "tower": Shape(heads=16, key_heads=16, size=64, causal=False)}
 SLOTS = (8192, 16384, 32768, 65536)
 DOCUMENTS = {"decoder": (1, 8), "tower": (8,)}
-CALLS = 5  # calls per time taken, one after another, which hides the host's share of a call
-REPEATS = {
-    "gpu": 7,
-    "packed": 7,
-    "cudnn": 7,
-    "jax": 1,
-}  # times of which the median is taken; the JAX kernel takes seconds
-FLOPS = {"forward": 4, "backward": 10}  # per visible pair, for each element of a head
+# Calls per measured time: they are queued one after another, which hides the host's share of a call
+CALLS = 5
+# Measured times per kernel, whose median is reported; the JAX kernel takes seconds per call
+REPEATS = {"gpu": 7, "packed": 7, "cudnn": 7, "jax": 1}
+# Per visible pair and element of a head: two matrix products forward, five backward
+FLOPS = {"forward": 4, "backward": 10}
 COLUMNS = ["heads", "slots", "documents", "tiles", "kernel"]
 OF_DIRECTION = ("ms", "TFLOP/s", "error", "same bits")
 COLUMNS += [f"{direction} {column}" for direction in FLOPS for column in OF_DIRECTION]
@@ -128,11 +126,12 @@ def compile_all(cells: Sequence[tuple[Attend, Inputs]]) -> list[Passes | Excepti
     compiled concurrently."""
 
     def of_cell(cell: tuple[Attend, Inputs]) -> Passes | Exception:
+        """The compiled passes of one kernel, or the error that kept it from compiling."""
         attend, (*qkv, d_out) = cell
         try:
             forward = jax.jit(attend).lower(*qkv).compile()
             vjp = jax.jit(lambda *qkv: jax.vjp(attend, *qkv)).lower(*qkv).compile()
-            # From a call: tracing the vjp again would give a pullback of another pytree type
+            # The pullback comes from a call: tracing the vjp again would give another pytree type
             _, pullback = vjp(*qkv)
             backward = jax.jit(lambda pullback, d_out: pullback(d_out)).lower(pullback, d_out)
             return Passes(forward, vjp, backward.compile())
@@ -168,6 +167,7 @@ def measure(passes: Passes | Exception, inputs: Inputs, repeats: int) -> Measure
 
 
 def _median_seconds(call: Callable[[], Any], repeats: int) -> float:
+    """Median seconds per call over `repeats` measurements, each of `CALLS` calls in a row."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -204,7 +204,7 @@ def random_inputs(
     """q, k, v and the gradient of the output, in bfloat16.
 
     Args:
-      keys: slots of k and v; by default as many as those of q.
+      keys: slots of k and v; by default as many as q has.
     """
     heads = (shape.heads, shape.key_heads, shape.key_heads, shape.heads)
     counts = (slots, keys or slots, keys or slots, slots)
@@ -273,7 +273,7 @@ def main() -> int:
             for kernel, passes in zip(kernels, compiled, strict=True):
                 try:
                     measurement = measure(passes, inputs, REPEATS[kernel])
-                except Exception as reason:  # this machine does not have it, or no memory for it
+                except Exception as reason:  # the machine lacks the kernel, or memory for it
                     print(f"could not run {kernel}, {slots} slots, {documents} documents: {reason}")
                     continue
                 relative_errors = errors(measurement.results, references)

@@ -93,15 +93,16 @@ SETTINGS: tuple[Setting, ...] = (
 QUICK: tuple[Setting, ...] = ((8, 8), (8, 32))
 COMPARED = 32  # modes are compared at up to this many examples per rank
 PROXIES = ("step_proxy", "step_proxy_padded")
-NODE = 8  # ranks
+NODE = 8  # ranks per node
 STEP = "step"  # stands for the phase in records of all phases together
 ALONE = (1,)  # spans: every row is on one rank
 MODES: tuple[Mode, ...] = get_args(Mode)
 BALANCED: Mode = "phases"
-SAMPLED = SampleSize(1 << 16, fewest=2, most=128)  # batches whose lengths decide the sizes
-# Measured batches of a setting: more where batches are small, because those differ more
+# Batches whose lengths decide the sizes of rows
+SAMPLED = SampleSize(1 << 16, fewest=2, most=128)
+# Measured batches of a setting: more where batches are small, because small batches differ more
 MEASURED = SampleSize(1 << 16, fewest=3, most=16)
-# Parts of the seeds, so that the two never share a batch
+# The streams are parts of the seeds, so that samples and measured batches never coincide
 SAMPLE_STREAM = 1
 HELD_OUT_STREAM = 2
 GENERATOR = (
@@ -150,7 +151,7 @@ def measure(
                 step_proxy(plan, batch, spec) for plan, batch in zip(plans, held_out, strict=True)
             ]
             proxy[mode] = _reduce(figures, statistics.fmean)
-        # The loop ends with mode BALANCED, so `spec` and `plans` are those of that mode.
+        # The loop ends with mode BALANCED, so `spec` and `plans` belong to that mode
         phases = phase_records(plans, held_out, spec, repeats)
         records += [setting_record | record for record in phases]
         step = setting_record | step_record(plans, held_out, spec, repeats)

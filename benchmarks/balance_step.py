@@ -84,10 +84,11 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "spans": ("alone", "shared"),
     "layouts": ("end to end", "in blocks"),
 }
-# The ways to count the FLOPs of rows, from each of which a ratio is predicted
+# Ways to count the FLOPs of rows; each of them predicts a ratio of step times
 PREDICTED = {"slowest": "slowest rows", "all": "all rows", "computed": "all rows, as computed"}
 WARM_UP = 2  # first steps, not counted
-# Programs that compute no rows: the exchange, zeros, sums over replicas, the update
+# Name of the amounts of all programs that compute no rows: the exchange, zeros, sums over
+# replicas, the update
 REST = "beside these"
 GENERATOR = "the batches of the run after those that its sizes were chosen from"
 
@@ -107,8 +108,8 @@ def variant_spec(config: Config, inputs: RunInputs, variant: str) -> PlanSpec:
 
 
 def mesh_overrides(path: str, overrides: Sequence[str], devices: int) -> list[str]:
-    """No overrides if the config's mesh fits this number of devices; else those of a mesh that
-    shards weights over all of them."""
+    """No overrides if the config's mesh fits this number of devices; otherwise the overrides for a
+    mesh that shards weights over all of them."""
     try:
         mesh_shape(load_config(path, overrides).mesh.model_dump(), devices)
     except MeshError:
@@ -392,8 +393,8 @@ def main(command: Sequence[str] | None = None) -> int:
         parser.error("--by-phase must not be negative")
     devices = options.processes * options.devices
     if options.processes == 1:
-        # Must be set before JAX looks for devices. One process needs no coordinator, and no sockets
-        # for its collectives.
+        # The flag must be set before JAX looks for devices. One process needs no coordinator, and
+        # its collectives need no sockets.
         flags = os.environ.get("XLA_FLAGS", "")
         device_flag = f"--xla_force_host_platform_device_count={options.devices}"
         os.environ["XLA_FLAGS"] = f"{flags} {device_flag}".strip()
@@ -461,6 +462,7 @@ def main(command: Sequence[str] | None = None) -> int:
 
 
 def show(summary: dict[str, Any], title: str, variants: Sequence[str]) -> None:
+    """Print the seconds of both variants, and their measured and predicted ratios."""
     rows = [[f"{variant} [s]", *summary[variant].values()] for variant in variants]
     ratio = " / ".join(variants)
     rows.append([f"{ratio}, same batch", *summary["ratio"].values()])
@@ -480,7 +482,7 @@ def show_phases(by_phase: Mapping[str, Mapping[str, dict[str, Any]]], steps: int
         for phase, amounts in phases.items()
     ]
     columns = ["phase", "rows", "ms", *PhaseAmounts._fields[1:]]
-    rows.sort(key=lambda row: str(row[0]))  # stable: variants keep their order
+    rows.sort(key=lambda row: str(row[0]))  # the sort is stable, so variants keep their order
     print_table(f"a step, program by program, means of {steps}", columns, rows, left_aligned=2)
 
 

@@ -11,7 +11,7 @@ import jax
 
 Key = TypeVar("Key", bound=Hashable)
 
-QUICK = 1.0  # seconds
+QUICK = 1.0  # seconds; functions that take less are called twice per round
 
 
 def median_seconds(functions: Mapping[Key, Callable[[], Any]], repeats: int) -> dict[Key, float]:

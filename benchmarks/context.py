@@ -81,9 +81,9 @@ GENERATOR = (
     "numpy default_rng([seed, tokens]) and generate([seed, tokens], ..) of the workload; "
     "see benchmarks/context.py"
 )
-EXAMPLES_PER_TOKEN = 1 / 64  # drawn for a packed row, which takes those that fit
+EXAMPLES_PER_TOKEN = 1 / 64  # examples drawn for a packed row, which takes the ones that fit
 FRAME_TOKENS = (64, 144, 256, 576)
-TIME_WORDS = (2, 8)  # least number of words before a frame, and one more than the most
+TIME_WORDS = (2, 8)  # words before a frame: the least number, and one more than the largest
 
 
 # ---------------------------------------------------------------------------- rows
@@ -97,7 +97,7 @@ def prepend(random: np.random.Generator, tokens: int) -> TokenIds:
 
 
 def interleave(random: np.random.Generator, tokens: int) -> TokenIds:
-    pieces = tokens // 64  # no image is shorter
+    pieces = tokens // 64  # enough pieces to fill the row: no image has fewer than 64 tokens
     images = TASKS["captioning"].image.draw(random, pieces)
     texts = TASKS["captioning"].text.draw(random, pieces)
     return _document(_alternating(np.stack([texts, images], axis=1), tokens))
@@ -179,7 +179,7 @@ def _runs(*columns: Ints) -> tuple[Ints, Ints]:
 
 # ---------------------------------------------------------------------------- methods
 
-WorkOf = Callable[[TokenIds, int], Longs]  # as `block_work`: work of each block
+WorkOf = Callable[[TokenIds, int], Longs]  # like `block_work`: the work of each block
 METHODS: Final[
     dict[str, Callable[[Callable[[], Longs], int, int], Ints]]
 ] = {  # called with a function that returns the work of blocks, and the numbers of blocks and ranks
@@ -205,7 +205,7 @@ def balance(method: str, ids: TokenIds, ranks: int, work_of: WorkOf) -> RowBalan
     work = partial(work_of, ids, block)
     start = time.process_time()
     owner = METHODS[method](work, len(ids.document) // block, ranks)
-    np.argsort(owner, kind="stable")  # timed, too: the order of the blocks on the ranks
+    np.argsort(owner, kind="stable")  # the order of the blocks on the ranks is timed, too
     seconds = time.process_time() - start
     load = np.bincount(owner, work(), ranks)
     blocks = np.bincount(owner, minlength=ranks)

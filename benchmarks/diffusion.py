@@ -105,12 +105,12 @@ PLANNED: Mapping[str, tuple[Mode, int]] = {  # mode, and most ranks that hold a 
     "balanced_across": ("phases", 64),
     "packed": ("none", 1),
 }
-NODE = 8  # ranks
-ALIGNMENT = Alignment(128, small=64, smallest=32)  # whole attention blocks
-ROW_CLASSES = 4  # items are as short as 272 slots and as long as 74,240
+NODE = 8  # ranks per node
+ALIGNMENT = Alignment(128, small=64, smallest=32)  # rows consist of whole attention blocks
+ROW_CLASSES = 4  # several sizes of rows, because items have from 272 to 74,240 slots
 FRAME_TOKENS = 2  # text tokens around the place of a drawn item
-SAMPLED = 16  # batches from which sizes are chosen; and those in an epoch of the baselines
-# Parts of the seeds, so that the two never share a batch
+SAMPLED = 16  # batches from which sizes are chosen, and batches in an epoch of the baselines
+# The streams are parts of the seeds, so that samples and measured batches never coincide
 SAMPLE_STREAM = 1
 MEASURED_STREAM = 2
 GENERATOR = "benchmarks.diffusion.draw([seed, 2, i], items, share of clips), i < seeds"
@@ -235,6 +235,7 @@ def measure_buckets(clips: float, ranks: int, items: int, seeds: int, seed: int)
     kept_pixels = kept_frames = dropped = 0.0
 
     def batch(media: Media, order: np.random.Generator) -> list[Batch]:
+        """The batches of an epoch; adds what its buckets keep and drop to the means."""
         nonlocal kept_pixels, kept_frames, dropped
         bucketed = bucket_media(media)
         batches, leftover = batches_of_buckets(bucketed.kept, *_bounds())
@@ -345,6 +346,7 @@ def main(command: Sequence[str] | None = None) -> int:
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print one line per mix and method."""
     share_names = ("real_slots", "kept_pixels", "kept_frames")
     columns = (
         "mix",

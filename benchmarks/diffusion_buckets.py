@@ -29,8 +29,9 @@ MOST_TEXT: int = 512  # tokens; buckets pad all texts to it
 PICTURE_SIDES = (1024, 768, 256)  # roots of the areas of pictures, in pixels
 CLIP_SIDES = (768, 256)
 FRAME_COUNTS = np.arange(5, 130, 4)  # frames of the buckets of clips
-RATIOS = (2.39, 2.0, 17 / 9, 1.85, 16 / 9, 1.6, 1.5, 4 / 3, 1.0)  # and their inverses
-ENOUGH = 0.8  # an item fits a bucket if it has this share of the bucket's area
+# Height over width of the buckets; the inverses of these ratios are buckets, too
+RATIOS = (2.39, 2.0, 17 / 9, 1.85, 16 / 9, 1.6, 1.5, 4 / 3, 1.0)
+ENOUGH = 0.8  # an item fits a bucket if it has at least this share of the bucket's area
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,9 @@ def bucket_sizes(side: int) -> tuple[tuple[int, int], ...]:
 
 
 def bucket_media(media: Media) -> Bucketed:
-    """Put every item into the bucket of the largest area of which it has `ENOUGH`, the most frames
-    that it has, and the nearest ratio. Items are scaled until they just cover their bucket, then
-    cropped."""
+    """Put every item into a bucket: the largest area that the item fills to `ENOUGH`, the most
+    frames that it has, and the nearest ratio. Items are scaled until they just cover their bucket,
+    then cropped."""
     # Frames, height and width of each item's bucket; zeros for items without one
     bucket_shapes = np.zeros((3, len(media)), np.int64)
     for sides, counts, members in (
@@ -163,8 +164,8 @@ def batches_of_buckets(
     kept: Media, most_slots: int, most_cost: float, cost: ItemCost
 ) -> tuple[list[Batch], int]:
     """Batches of each bucket, as large as the bounds allow but with one item at least, and texts
-    padded to `MOST_TEXT`; and the number of items that are dropped, as they do not fill a last
-    batch."""
+    padded to `MOST_TEXT`; and the number of items that are dropped because they do not fill a
+    last batch."""
     shapes, bucket = np.unique(
         np.stack([kept.frames, kept.height, kept.width], axis=1), axis=0, return_inverse=True
     )

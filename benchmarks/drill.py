@@ -40,7 +40,8 @@ GENERATOR = (
     "96 sample examples; instants, victims, devices, processes and workers drawn from the seed"
 )
 MARKER = "JAXMLLM_DRILL"  # environment variable that all processes of a run inherit
-# Relative, of a loss: rounding differs with the number of devices, and later steps inherit it
+# Largest relative difference of a loss: rounding differs with the number of devices, and later
+# steps inherit it
 TOLERANCE = 2e-4
 END_WITHIN = 180.0  # seconds in which all processes that survive a kill must have ended
 START_WITHIN = 600.0  # seconds in which a run must reach its next step, on a busy machine

@@ -32,7 +32,8 @@ from sharding.mesh import make_mesh
 from sharding.rules import make_layout
 
 ROUTINGS = ("balanced", "all-to-one")
-RAGGED_FLOPS = 2.5e11  # ragged_dot is run if its dense products take at most this, forward
+# ragged_dot is run if its dense products take at most this many FLOPs in the forward pass
+RAGGED_FLOPS = 2.5e11
 Form = tuple[str, str]  # kernel and routing
 PASSES = ("forward", "training")
 COLUMNS = [
@@ -46,7 +47,7 @@ def choose(random: np.random.Generator, tokens: int, count: int, k: int, routing
     """The experts that each token chooses: int32 [tokens, k]."""
     if routing == "all-to-one":
         return np.tile(np.arange(k, dtype=np.int32), (tokens, 1))
-    # Token number i of a random order takes the k experts from i * k on, so all are chosen equally
+    # Token i of a random order takes k experts from i * k on, so all are chosen equally often
     begin = random.permutation(tokens)[:, None] * k
     return ((begin + np.arange(k)) % count).astype(np.int32)
 
@@ -61,7 +62,7 @@ def programs(
     """The compiled forward pass, and the compiled forward and backward pass.
 
     Args:
-      wanted: numbers of the inputs whose gradients are computed.
+      wanted: indices of the inputs whose gradients are computed.
     """
 
     def loss(*inputs: Any) -> tuple[jax.Array, jax.Array]:
@@ -98,7 +99,7 @@ def measure(
     arguments: dict[Form, tuple[Any, ...]] = {("dense", ""): (rows, *dense_matrices)}
     forms = {("dense", ""): programs(dense_mlp, (rows, *dense_matrices), (0, 1, 2, 3))}
     for routing in ROUTINGS:
-        # Passed as an argument: the compiler would sort a constant routing at compile time
+        # The routing is an argument: the compiler would sort a constant one at compile time
         chosen_experts = jnp.asarray(choose(random, tokens, count, k, routing))[None]
         for kernel in kernels:
             run = partial(experts, layout=layout, kernel=kernel)

@@ -45,8 +45,8 @@ class FileLengths:
     def draw(self, seed: Sequence[int], examples: int) -> BatchItems:
         """A batch of examples, drawn with replacement."""
         random = np.random.default_rng(seed)
-        # Kept in the order drawn: neighbours in a file are similar, and mode `none` gives each rank
-        # consecutive examples of a batch
+        # Examples stay in the order drawn, not sorted: neighbours in a file are similar, and mode
+        # `none` gives each rank consecutive examples of a batch
         items = self.corpus.gather(random.integers(0, len(self.corpus), examples))
         items_by_phase = {name: items.phases[name] for name in self.phases}
         return BatchItems(items.examples, items.targets, items_by_phase)

@@ -102,9 +102,10 @@ GENERATOR: Final = "the sample data of `jaxmllm sample-data`, and made-up rows o
 PHASES: Final = ("vision", "audio", "language")
 SPANS: Final = (1, 2, 4, 8)
 ITEMS: Final = 4  # in a full row
-# Rows of at most this many slots also run the loops of kernel_jax, and are compared with float32
+# Rows of at most this many slots also run kernel_jax, whose loops are slow, and are compared with
+# float32
 COMPARED: Final = 8192
-# `remat` keeps what is slow to compute again, as far as one device has memory for it
+# What `remat` keeps: whatever is slow to compute again and fits into the memory of one device
 KEPT: Final = ("attention", "projections", "mlp")
 RAGGED_RUNS: Final = 13  # stretches of a ragged row, each a document or padding
 RAGGED_RULES: Final = ("causal", "window", "items", "images")
@@ -135,7 +136,8 @@ FULL: Final = Sizes(
     shapes=SHAPES,
     ragged_slots=2048,
     span_slots=8192,
-    rows={phase: {"row_classes": 1} for phase in PHASES},  # few programs; sizes are chosen
+    # One row class per phase keeps programs few; its size is chosen as in a run
+    rows={phase: {"row_classes": 1} for phase in PHASES},
     examples=512,
     steps=6,
     repeats=5,
@@ -324,7 +326,7 @@ def attention_rows(bench: Bench) -> list[Row]:
     """Records of every kernel at every length: decoder heads on one document per row, tower heads
     on as many images as attention_gpu.py has. Lengths are compiled and measured one after another,
     while there is time."""
-    # 40 % of the time at most: the sections after this one need more
+    # This section takes at most 40 % of the time that is left, because later sections need more
     stop = bench.deadline - 0.6 * bench.seconds_left
     rows: list[Row] = []
     for slots in bench.sizes.slots:

@@ -129,8 +129,8 @@ def omni_config(model: str, **sections: Any) -> Config:
 
     Args:
       sections: sections of the config other than `model` and `components`; `data` may leave out its
-        sources. The key `remat` sets that of towers and decoder, `reduce_dtype` and `reduce` those
-        of all components.
+        sources. The key `remat` applies to the towers and the decoder, `reduce_dtype` and `reduce`
+        apply to all components.
 
     Raises:
       ConfigError: the sections do not make a config.

@@ -67,7 +67,7 @@ OWN = "jaxmllm"
 DIFFUSION = "diffusion"
 COMPONENTS: Final = (DIFFUSION, "projector.language")
 WARM_UP: Final = 2  # first steps, not counted
-WRITTEN: Final = 256  # items that are generated
+WRITTEN: Final = 256  # items that are generated; `GENERATOR` names the number
 LEARNING_RATE: Final = 1e-4
 GENERATOR: Final = "benchmarks.diffusion.draw([seed], 256, share of clips), and batches of the run"
 SIZES: Final[Mapping[str, dict[str, int]]] = {  # of the transformer
@@ -100,7 +100,7 @@ def write_items(folder: Path, seed: int, clips: float, smaller: float, channels:
 
     Args:
       clips: share of clips.
-      smaller: how many times smaller sides are than those of benchmarks/diffusion.py.
+      smaller: how many times smaller sides are than in benchmarks/diffusion.py.
     """
     (folder / "latents").mkdir(parents=True)
     media = draw([seed], WRITTEN, clips)
@@ -324,6 +324,7 @@ def rows_of(measured: Mapping[str, Any], items: int) -> list[dict[str, Any]]:
 
 
 def show(rows: Sequence[Mapping[str, Any]], ratios: Mapping[str, Any], title: str) -> None:
+    """Print one line per system, then the ratio of the two by wall and by CPU clock."""
     names = ("items_per_second", "tokens_per_second", "items_per_cpu_second")
     lines = [
         [

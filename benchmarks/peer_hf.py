@@ -202,7 +202,7 @@ def write_batch(path: Path, examples: Sequence[Example]) -> None:
 
 
 def tokens_of(examples: Sequence[Example]) -> dict[str, int]:
-    """Real tokens of each phase: those of texts with their media, patches, frames."""
+    """Real tokens of each phase: tokens of texts with their media, patches, and frames."""
     token_counts = {"language": sum(len(example.tokens) for example in examples)}
     for phase in ("vision", "audio"):
         items = (item for example in examples for item in example.items if item.phase == phase)
@@ -322,6 +322,7 @@ def rows_of(measured: Mapping[str, Any], examples: int) -> list[dict[str, Any]]:
 
 
 def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Print two tables with one line per system: speed, then real tokens, memory, compilation."""
     columns = ["system", "examples/s", "compute alone", "s/step", "over jaxmllm", "CPU s"]
     lines = [
         [

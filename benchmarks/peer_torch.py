@@ -77,7 +77,7 @@ from jaxmllm.training.optimizer import learning_rate
 from jaxmllm.training.programs.phased import PhasedPrograms
 from jaxmllm.training.run import USER_ERRORS
 
-# Peers whose micro-batches have a size that is chosen or given
+# Peers whose micro-batches have a size that is either tuned or given on the command line
 IN_MICRO_BATCHES: Final = ("padded", "grouped", "packed")
 PEERS: Final = ("whole", *IN_MICRO_BATCHES)
 NEEDED: Final = ("torch", "transformers")
@@ -192,8 +192,8 @@ class Ours:
         self.programs_run: set[RowsOf] = set()
 
     def __call__(self, examples: np.ndarray[Any, Any]) -> dict[str, Any]:
-        """Run a step; return its seconds, those of the host's part, the loss, and the filled
-        rows."""
+        """Run a step; return the seconds of the step and of the host's part, the loss, and the
+        filled rows."""
         start = time.perf_counter()
         cpu = time.process_time()
         host = self.filler(self.step, examples)
@@ -481,6 +481,7 @@ def main(command: Sequence[str] | None = None) -> int:
 
 
 def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Print one line per system, and the CPU seconds of the parts of its step."""
     lines = [
         [
             row["system"],
@@ -534,7 +535,7 @@ def use_cores(threads: int) -> None:
     that."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores()[:threads])
-        # Sets the threads of jax; PyTorch gets its number from `serve`
+        # NPROC sets the threads of jax; PyTorch gets its number of threads from `serve`
         os.environ["NPROC"] = str(threads)
 
 

@@ -119,7 +119,7 @@ MODELS: Mapping[str, Chains] = {
     **UNLIKE,
 }
 MODES = tuple(dict.fromkeys(mode for chains in MODELS.values() for mode in chains.modes))
-PENDING = 2  # slots on a rank, for each component, for what its split backwards leave
+PENDING = 2  # slots per rank and component, which hold what its split backwards leave
 LONG = 1000  # rollouts of the search whose result counts as the best known
 WITHIN = 1.02  # a schedule is near the best if it is at most this much longer
 SAMPLE_SEED = 2**40  # seed of the batch on which chunks are tried
@@ -208,7 +208,7 @@ def best_chunks(
     if variant.layout != "segments" or not chains.chunks:
         return ()
     shape = (chains, variant, mode, SAMPLE_SEED, microbatches, stages)
-    blocks = [len(layers) - 2 for layers in chains.layers.values()]  # without stem and head
+    blocks = [len(layers) - 2 for layers in chains.layers.values()]  # layers without stem and head
     candidates = [
         chunks
         for chunks in chains.chunks

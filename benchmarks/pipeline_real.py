@@ -80,7 +80,8 @@ from sharding.pipeline.slots import slots_needed
 REPLICAS: Final = 8
 SPANS: Final = (1, 2, 4, 8)  # replicas that may hold a row together
 PER_STAGE: Final = 4  # microbatches, unless `auto` chooses them
-# With `none` a layer runs forward twice: in its forward, and when the backward runs its chunk again
+# With `none` a layer runs forward twice: in the forward pass, and when the backward pass runs its
+# chunk again
 FORWARD_TWICE: Final[Mapping[str, Remat]] = {"vision": "none", "audio": "none", LANGUAGE: "none"}
 SAMPLES: Final = 8  # batches that sizes are chosen from
 PFLOP: Final = 1e15
@@ -91,7 +92,7 @@ MIXES: Final[Mapping[str, Mapping[str, float]]] = {
     "speech": {"text": 0.3, "speech_recognition": 0.4, "spoken_question": 0.3},
 }
 FILES: Final = "files"  # the mix of `--data`
-# Components whose names begin like this are trained
+# Prefixes of the names of the components that are trained
 MODES: Final[Mapping[str, tuple[str, ...]]] = {
     "train_all": ("",),
     "alignment": ("projector.",),
@@ -313,7 +314,7 @@ def _others(instance: Instance, batch: BatchItems) -> dict[str, Any]:
         schedule = one_f_one_b(build_graph(ring, _workload(ring, costs, slots, squares, cells)))
         schedules.append(schedule)
         work += schedule.graph.rank_work / REPLICAS
-    # The replicas meet at the end of a step, so the slowest decides.
+    # The replicas meet at the end of a step, so the slowest one decides its time
     slowest = max(schedules, key=asynchronous)
     times = lockstep(slowest), asynchronous(slowest)
     largest_slots = {name: int(cell_values.max()) for name, cell_values in slots.items()}

@@ -61,9 +61,9 @@ PLANS: dict[str, dict[str, Any]] = {
     },
 }
 YARDSTICK = "chain 1F1B"
-# Differs from all plans that are compared, in its schedule, too
+# The calibrated plan differs from all compared plans, also in its schedule
 CALIBRATION: dict[str, Any] = {"layout": "chain", "schedule": "gpipe", "deferral": False}
-CALIBRATED_STEPS = 2
+CALIBRATED_STEPS = 2  # batches on which the calibration is timed
 WARM_UP = 2  # first steps, not counted
 GENERATOR = "the batches of the run after those that its sizes were chosen from"
 Measured = dict[str, dict[str, list[float]]]
@@ -123,7 +123,8 @@ def calibrate(config: Config, inputs: RunInputs, repeats: int) -> StepTimes:
         jax.block_until_ready(batch.runs)
         gradient_seconds = call_seconds(partial(programs.gradients, state.params, batch), barrier)
         train_seconds = call_seconds(partial(programs.train, state, batch), barrier)
-        # The step donates its state; wait for the new one, or its making would count as gradients
+        # The step donates its state. Wait for the new one, or the time to make it would count as
+        # gradients
         state = jax.block_until_ready(programs.init(config.run.seed))
         rest_seconds.append(train_seconds - gradient_seconds)
     return StepTimes(terms, max(0.0, statistics.median(rest_seconds[1:])))
@@ -254,6 +255,7 @@ def main(command: Sequence[str] | None = None) -> int:
 
 
 def show(rows: Sequence[dict[str, Any]], title: str) -> None:
+    """Print one line per plan."""
     columns = [
         "plan",
         "step [s]",

@@ -35,11 +35,11 @@ from jaxmllm.balance.stages.microbatches import PhaseLoad, plan_microbatches
 from jaxmllm.phases import LANGUAGE
 
 MOST_CLIPS = 8  # in a drawn microbatch
-MOST_FRAMES = 16 * FRAME_RATE
+MOST_FRAMES = 16 * FRAME_RATE  # in a drawn microbatch: 16 seconds
 FRAME_SLOTS = (min(CLIP_SIDES) // SIDE) ** 2  # slots for each `FRAMES` frames
 ROW_TEXT = 1024  # tokens of a row of the decoder
 ROW_SLOTS = MOST_FRAMES // FRAMES * FRAME_SLOTS + ROW_TEXT  # slots of a row of the generator
-# Items of an average row of the decoder, and of the generator
+# Items in an average row: captions of the decoder, clips of the generator
 CAPTIONS = 10
 CLIPS = 3
 

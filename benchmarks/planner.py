@@ -185,7 +185,7 @@ def _row(kind: str, run: Published, known: Fit, efficiency: float) -> dict[str, 
 
 
 def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Statistics of the errors by kind, without runs of which only the trend counts."""
+    """Statistics of the errors by kind, without the runs whose trend alone counts."""
     rows_by_kind: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if not row["trend"]:

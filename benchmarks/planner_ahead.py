@@ -51,7 +51,7 @@ LOSS = "language_loss_and_grad"
 VISION = "encode_grad vision"
 AUDIO = "encode_grad audio"
 KEPT: Final = "encode_grad_kept vision"
-SMALL: Final = 1e6  # bytes; operations that send less, such as sums of scalars, have no row
+SMALL: Final = 1e6  # bytes; operations that send less, sums of scalars for example, have no row
 COLUMNS: Final = [
     "model",
     "mesh",
@@ -208,7 +208,7 @@ def facts_of(checked: CheckedProgram) -> dict[str, Any]:
     """The facts of one compiled program that its rows need."""
     sent_by_kind: dict[str, float] = {}
     for transfer in checked.transfers:
-        if transfer.exact and transfer.dtype != "s32":  # s32: index arrays
+        if transfer.exact and transfer.dtype != "s32":  # index arrays are s32
             kind = " ".join((transfer.operation, *transfer.axes))
             sent_by_kind[kind] = sent_by_kind.get(kind, 0.0) + transfer.sent_bytes
     memory = checked.memory

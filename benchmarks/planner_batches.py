@@ -28,10 +28,13 @@ from jaxmllm.tools.workload import MODEL, PHASES, generate
 from sharding.mesh import abstract_mesh
 
 BMIN: Final = "bmin"
-RATIOS: Final = (1.29, 1.135)  # the second is near a tie between splits of 8 : 8 and 9 : 7
+# Load of the first phases over the load of the last one; the second ratio is near a tie between
+# splits of 8 : 8 and 9 : 7
+RATIOS: Final = (1.29, 1.135)
 SIGMAS: Final = (1.0, 0.7)
 DEVICES: Final = 16
-# As in Entrain's examples (arXiv 2605.27918): the first phases get one of 8 devices, or all but one
+# Like Entrain's examples (arXiv 2605.27918): the first phases get one of 8 devices, half of them,
+# or all but one
 PRICED: Final = ((1, 7), (4, 4), (7, 1))
 PRICED_ON: Final = 65_536  # examples whose loads price these splits
 CONFIG: Final = Path(__file__).parents[1] / "configs" / "real-small.yaml"
@@ -45,7 +48,8 @@ def batch_rows(seed: int, data: Path | None = None) -> list[dict[str, Any]]:
     Args:
       data: a folder with the files that configs/real-small.yaml reads, or None.
     """
-    files = None if data is None else _files(data, seed)  # read first: they may be wrong
+    # The files are read before anything else, because they may be invalid
+    files = None if data is None else _files(data, seed)
     rows: list[dict[str, Any]] = []
     for ratio in RATIOS:
         rows += _rows(f"log-normal, {ratio} : 1", _lognormal(ratio, seed), {"ratio": ratio})
@@ -88,6 +92,7 @@ def bad_splits(loads: Floats) -> dict[str, float]:
 
 
 def _lognormal(ratio: float, seed: int) -> Draw:
+    """Draws of log-normal loads of mean 1, with the first phases' load multiplied by `ratio`."""
     random = np.random.default_rng(seed)
 
     def draw(samples: int) -> Floats:

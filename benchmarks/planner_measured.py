@@ -51,10 +51,8 @@ MEASURED: Final = "measured"
 DEVICES: Final = 8
 CONFIG: Final = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 EXAMPLES: Final = 1024  # of the sample data
-SOURCES: Final = (
-    "picture",
-    "text",
-)  # of the sample data: two phases compile in half the time of three
+# Sources of the sample data that are kept: two phases compile in half the time of three
+SOURCES: Final = ("picture", "text")
 BASE: Final = (
     "model.audio=null",
     "model.vision.width=192",
@@ -135,7 +133,7 @@ class Setting:
         programs, sizes = plan_programs(config, inputs)
         trained_names = (name for name in programs.jobs if name.function != "evaluate")
         programs.compiled = compile_jobs({name: programs.jobs[name] for name in trained_names})
-        jax.clear_caches()  # traces take gigabytes over all settings
+        jax.clear_caches()  # the traces of all settings together would take gigabytes
         pipeline = sizes.training if sizes else None
         examples = batch_examples(inputs.order, config.data.batch_size, len(inputs.samples))
         items = inputs.corpus.gather(examples)

@@ -49,6 +49,7 @@ def scale_rows(seed: int, devices: Sequence[int] = DEVICES) -> list[dict[str, An
 
 
 def _row(devices: int, seed: int) -> dict[str, Any]:
+    """The row of one number of devices; searches twice, to compare the results."""
     start = time.process_time()
     result = _search(devices, seed)
     seconds = time.process_time() - start

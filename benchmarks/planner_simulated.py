@@ -224,7 +224,7 @@ class _Chain:
         """Layers of a phase, whose costs are durations of the forward pass on one of the `TENSOR`
         devices, in units of `TICK`."""
         layers = phase_layers(self.model, phase)
-        # All blocks of a phase are one object, so that each kind of layer is timed once
+        # All blocks of a phase are one object, so keying by id times each kind of layer once
         layer_by_id = {id(layer): self._layer(phase, layer, part) for layer in layers}
         return [layer_by_id[id(layer)] for layer in layers]
 
@@ -245,8 +245,8 @@ class _Chain:
                 Group(TENSOR),
                 device.rates.network,
             )
-            # Activations are summed twice in each of three passes (forward, recomputed, backward);
-            # `linear` is the forward pass, later counted 2 + BACKWARD times
+            # Activations are summed twice in each of three passes (forward, recomputed, backward).
+            # `linear` is the time of the forward pass, which is later counted 2 + BACKWARD times
             linear += 2 * sum_seconds * 3 / (2 + BACKWARD)
         return Layer(
             component=layer.component,

@@ -37,9 +37,8 @@ class Prior(NamedTuple):
 
 # In the order of the fields of `Rates`
 PRIORS: Final = {
-    "attention": Prior(
-        0.6, 0.3
-    ),  # FlashAttention-2 on an A100 against its products, arXiv 2307.08691
+    # FlashAttention-2 on an A100, relative to its matrix products (arXiv 2307.08691)
+    "attention": Prior(0.6, 0.3),
     "score_bytes": Prior(12, 0.5),  # each score written and read three times, in 2 bytes
     "traffic": Prior(2, 0.5),  # written once, read once
     "half_side": Prior(600, 1.0),
@@ -93,8 +92,8 @@ class Fit:
 
     def expected(self, chip: str) -> float:
         """The efficiency to expect of an unknown system: halfway, in logarithms, between the median
-        of the systems on the chip and that of all systems, because the few on one chip say little.
-        For a chip without systems, the median of all."""
+        of the systems on the chip and the median of all systems, because the few systems on one
+        chip say little. For a chip without systems, it is the median of all."""
         overall_median = statistics.median(self.usual.values())
         chip_efficiencies = [
             share for (_, other_chip), share in self.usual.items() if other_chip == chip
@@ -115,7 +114,8 @@ def fit(runs: Sequence[Published]) -> Fit:
     values = np.log([_shifted(name, prior.value) for name, prior in PRIORS.items()])
     spreads = np.array([prior.spread for prior in PRIORS.values()])
 
-    # x holds logarithms: constants, then efficiencies of owners, then those that chips draw them to
+    # x holds logarithms: constants, then efficiencies of owners, then the efficiencies of chips, to
+    # which the priors draw the owners
     def residuals(x: Floats) -> Floats:
         """Errors of the runs, then distances from the priors of constants, then of efficiencies."""
         rates = _rates(x[:constants])

@@ -53,11 +53,11 @@ from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.training.folder_parameters import read_folder
 from sharding.mesh import make_mesh
 
-FILES = 5
+FILES = 5  # files of the generated folder
 LAYERS = 16
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
-SAMPLED_EVERY = 0.005  # seconds
+SAMPLED_EVERY = 0.005  # seconds between samples of the memory
 COUNTED = ("processes", "process", "devices", "seconds", "asked", "disk")
 GENERATOR = "numpy default_rng(seed): 16 random bits per number, exponents cut to numbers below 2"
 COLUMNS = [
@@ -148,6 +148,7 @@ class Memory:
 
     @contextmanager
     def sampled(self) -> Iterator[Memory]:
+        """A context in which a thread samples memory, relative to the memory at its start."""
         baseline = _memory()
         thread = threading.Thread(target=self._sample, args=baseline)
         thread.start()

@@ -93,7 +93,8 @@ def in_order_of_image(modality: Images, row: Row, model: ModelConfig) -> Encoder
     spec = partial(AttentionSpec, {"vision": BLOCKS["image"]})
     finish_encoder_row(row, spec(), "vision", modality.format)
     windows = window_numbers(ids, row["positions"], WINDOW)
-    # Finished once more with windows in place of images, for the tiles of windowed layers alone
+    # The row is finished once more with windows in place of images; only the tiles of windowed
+    # layers come from this copy
     window_row = dict(row) | {"segments": windows}
     finish_encoder_row(window_row, spec(), "vision", modality.format)
     return EncoderRows.of(row | {"windows": windows, "window_tiles": window_row["tiles"]})

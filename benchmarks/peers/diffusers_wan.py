@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from benchmarks.peers.answering import answer
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-TIMES = 1000  # the model's time of pure noise; 0 is that of data
+TIMES = 1000  # the model's time runs from 0 for data to this number for pure noise
 
 Item = dict[str, torch.Tensor]  # latents, noise [C, F, H, W]; states [L, D]; time []
 
@@ -75,7 +75,7 @@ class Trainer:
     def __init__(self, folder: Path, settings: Mapping[str, Any]):
         torch.set_num_threads(settings["threads"])
         self.settings = settings
-        # `from_pretrained` would need one more package
+        # Read by hand, because `from_pretrained` would need one more package
         self.model = WanTransformer3DModel.from_config(WanTransformer3DModel.load_config(folder))
         self.model.load_state_dict(load_file(folder / WEIGHTS))
         self.model.train()

@@ -27,7 +27,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from benchmarks.peers.answering import answer
 
 SCALE = 0.02  # standard deviation of matrices, as in published configs
-NO_TARGET = -100
+NO_TARGET = -100  # the label that the loss of transformers ignores
 
 Example = dict[str, Any]  # tokens, targets [L]; images, grids, clips: lists
 
@@ -72,7 +72,7 @@ def collate(examples: Sequence[Example], settings: Mapping[str, Any]) -> dict[st
     for row, example in enumerate(examples):
         length = len(example["tokens"])
         ids[row, :length], mask[row, :length] = example["tokens"], 1
-        # The model shifts labels itself: a target of ours is the label one place later
+        # The model shifts labels itself, so our target of a token is the label of the next one
         following = example["targets"][: length - 1]
         labels[row, 1:length] = np.where(following < 0, NO_TARGET, following)
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "labels": labels}
@@ -117,8 +117,8 @@ class Trainer:
         )
 
     def __call__(self, examples: list[Example], step: bool) -> dict[str, Any]:
-        """Train on a batch; return the seconds, those of the processor's work, and the loss.
-        Without `step`, only compute the loss."""
+        """Train on a batch; return the seconds of the step and of the processor's work, and the
+        loss. Without `step`, only compute the loss."""
         start = time.perf_counter()
         cpu_start = time.process_time()
         host = 0.0

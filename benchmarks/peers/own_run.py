@@ -56,7 +56,7 @@ def compile_alone(config: Config) -> float:
     find their programs compiled.
 
     Returns:
-      Seconds of compiling, without those of starting the process and reading the data.
+      Seconds of compiling, without the time to start the process and read the data.
 
     Raises:
       ValueError: that process failed, and has said why.
@@ -72,7 +72,7 @@ def compile_alone(config: Config) -> float:
 
 
 def _compile(config: Config, seconds: Any) -> None:
-    with suppress(*USER_ERRORS):  # the measuring process meets them, too, and reports them
+    with suppress(*USER_ERRORS):  # the measuring process raises them, too, and reports them
         _, programs = _programs(config)
         start = time.perf_counter()
         programs.compile()
@@ -138,7 +138,7 @@ class OwnRun:
         return total / targets
 
     def __call__(self, step: int, examples: Any) -> dict[str, Any]:
-        """Train on a batch; return the seconds, those of the host's work, and the loss."""
+        """Train on a batch; return the seconds of the step and of the host's work, and the loss."""
         start = time.perf_counter()
         cpu = time.process_time()
         host = self.filler(step, examples)

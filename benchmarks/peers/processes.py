@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-SAME_LOSS: Final = 1e-4
+SAME_LOSS: Final = 1e-4  # largest absolute difference of losses before the first step
 ROOT: Final = Path(__file__).parents[2]
 
 

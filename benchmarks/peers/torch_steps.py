@@ -35,11 +35,11 @@ from jaxmllm.config.schema import AudioConfig, LanguageConfig, ModelConfig, Opti
 # Side of the learned grid of positions that the vision tower interpolates: small, because our tower
 # has no such parameters
 GRID: Final = 2
-LONGEST_CLIP: Final = 1 << 14  # attention tokens
+LONGEST_CLIP: Final = 1 << 14  # tokens of the audio tower's attention
 STRIDE: Final = math.prod(AudioConfig.model_fields["stem_strides"].default)
-# Micro-batches of 1/16, 1/8, .. of a step's examples are tried
+# Tuning tries micro-batches of 1/16, 1/8, .. of a step's examples
 SHARES: Final = (16, 8, 4, 2, 1)
-TRIALS: Final = 2
+TRIALS: Final = 2  # timed steps per size, of which the faster counts
 WORSE: Final = 1.2  # after a size this many times slower than the best so far, none is tried
 
 Seconds = dict[str, float]
@@ -60,8 +60,8 @@ class Clock:
         self.reached = time.process_time()
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass: it counts as the decoder's until it reaches the noted tensor, and
-        then as that of encoders and embedding."""
+        """Run the backward pass. Its time counts as the decoder's until the pass reaches the noted
+        tensor, and as the encoders' and the embedding's from then on."""
         start = time.process_time()
         loss.backward()
         self.seconds["language backward"] += self.reached - start
@@ -508,7 +508,8 @@ class PackedModel(nn.Module):
         x = halved(self.second, halved(self.first, frames, halves), starts_chunk)
         frequency = frequencies(config.head_size // 2, config.rope_theta)
         angles = torch.from_numpy((positions[:, None] * frequency).astype(np.float32))
-        # No token sees padding inside a clip, not even padding: it goes through the layers alone
+        # No token sees the padding inside a clip, not even another padding token, so padding goes
+        # through the layers without attention to anything
         is_real = np.concatenate(
             [np.arange(len(i.features) // STRIDE) * STRIDE < i.real for i in items]
         )
@@ -547,7 +548,8 @@ def halved(project: nn.Linear, x: Tensor, first: Tensor) -> Tensor:
 def language_angles(config: LanguageConfig, positions: NDArray[Any]) -> Tensor:
     """Angles of the decoder's rotary positions, [N, K / 2], from positions [N, 3]."""
     pairs = config.head_size // 2
-    # A pair of dimensions rotates by one of three axes; by default two have 3/8 of the pairs each
+    # Each pair of dimensions rotates by one of three axes; by default the two spatial axes have 3/8
+    # of the pairs each
     spatial = 3 * pairs // 8
     sections = config.rope_sections or (pairs - 2 * spatial, spatial, spatial)
     axis = np.repeat(np.arange(3), sections)
@@ -599,8 +601,8 @@ class Stepper:
             yield examples[start : start + self.size]
 
     def __call__(self, examples: Sequence[Example], updates: bool = True) -> dict[str, Any]:
-        """Run one step; return its seconds, those of its parts, loss and number of targets. Without
-        `updates` parameters stay as they are."""
+        """Run one step; return the seconds of the step and of its parts, the loss and the number of
+        targets. Without `updates` parameters stay as they are."""
         clock = Clock()
         start = time.perf_counter()
         cpu_start = time.process_time()
