@@ -20,8 +20,8 @@ class Verb:
 
 
 VERBS = {
-    "train": Verb("jaxmllm.train", "train a model as a config says, or resume its run"),
-    "draw": Verb("jaxmllm.tools.draw", "draw pictures with a run that has learned to"),
+    "train": Verb("jaxmllm.train", "train the model of a config, or resume its run"),
+    "draw": Verb("jaxmllm.tools.draw", "draw pictures and clips with a run that has learned to"),
     "report": Verb(
         "jaxmllm.tools.balance_report",
         "draw load and padding of every rank, before and after balancing",
@@ -33,7 +33,7 @@ VERBS = {
         "jaxmllm.tools.calibrate", "measure what rows take on these devices, to balance by it"
     ),
     "waste": Verb(
-        "jaxmllm.tools.waste", "tell what a config would waste on its data, in padding and waiting"
+        "jaxmllm.tools.waste", "show what a config wastes on its data, in padding and waiting"
     ),
     "check": Verb(
         "jaxmllm.tools.check",
@@ -41,7 +41,7 @@ VERBS = {
     ),
     "convert": Verb(
         "jaxmllm.tools.convert",
-        "take published model folders in, write them, compare with a reference",
+        "read and write published model folders, compare them with a reference",
     ),
     "plan": Verb(
         "jaxmllm.tools.plan_layout",
@@ -51,7 +51,7 @@ VERBS = {
         "jaxmllm.tools.sample_data", "make a small data set of pictures, sounds and questions"
     ),
     "shapes": Verb(
-        "jaxmllm.tools.shapes", "make captioned pictures to learn drawing from, judge drawn ones"
+        "jaxmllm.tools.shapes", "make captioned pictures to learn drawing from, or judge drawn ones"
     ),
 }
 

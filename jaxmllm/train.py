@@ -28,7 +28,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the latest checkpoint of the run folder; begin the run where that is new or empty",
+        help="continue from the latest checkpoint of the run folder; if that is new or empty, start the run",
     )
     # A flag with "=" in its name: an optional value of --resume would swallow an override after it.
     parser.add_argument(
@@ -36,12 +36,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         dest="resume",
         action="store_const",
         const="auto",
-        help="the same, and begin the run also beside other files, such as logs; for jobs that are requeued",
+        help="the same, and start the run even in a folder with other files, such as logs; for requeued jobs",
     )
     parser.add_argument(
         "--compile-only",
         action="store_true",
-        help="compile the programs of a run, keep them for it (run.compilation_cache), and stop: nothing is trained",
+        help="compile the programs of a run, keep them (run.compilation_cache), and stop without training",
     )
     options = parse(parser, arguments)
     if options.compile_only and options.resume:

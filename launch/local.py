@@ -192,8 +192,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m launch.local", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--devices", type=int, default=4, help="forced CPU devices of each process")
+    parser.add_argument(
+        "--processes", type=int, default=2, help="number of processes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=4,
+        help="forced CPU devices per process (default: %(default)s)",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- command and its arguments")
     options = parser.parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command

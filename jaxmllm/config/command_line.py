@@ -11,7 +11,7 @@ OVERRIDE = "dotted.key=value"
 def add_config(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Give a parser `--config FILE` and overrides, which `parse` reads."""
     parser.add_argument(
-        "--config", required=required, help="YAML file of a run; configs/ has examples"
+        "--config", required=required, help="YAML file of a run; see configs/ for examples"
     )
     add_overrides(parser)
 
@@ -24,9 +24,9 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar=OVERRIDE,
-        help="replace values of the file",
+        help="replace values of the file; applied before overrides without --set",
     )
-    parser.add_argument("overrides", nargs="*", metavar=OVERRIDE, help="the same, without --set")
+    parser.add_argument("overrides", nargs="*", metavar=OVERRIDE, help="replace values of the file")
 
 
 def parse(

@@ -20,7 +20,12 @@ def command_parser(description: str | None, name: str | None = None) -> argparse
 def measuring_parser(description: str | None, name: str | None = None) -> argparse.ArgumentParser:
     """A `command_parser` for commands that measure, which also knows `--json` and `--seed`."""
     parser = command_parser(description, name)
-    parser.add_argument("--json", type=new_file, metavar="PATH", help="also write one JSON object")
+    parser.add_argument(
+        "--json",
+        type=new_file,
+        metavar="PATH",
+        help="also write the results to this file, as one JSON object",
+    )
     parser.add_argument("--seed", type=seed_int, default=0)
     return parser
 

@@ -165,22 +165,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__, "jaxmllm report")
     add_config(parser, required=False)
     parser.add_argument(
-        "--generated", action="store_true", help="generated lengths instead of the config's data"
+        "--generated",
+        action="store_true",
+        help="use generated lengths instead of the config's data",
     )
     parser.add_argument(
-        "--ranks", type=positive_int, help=f"data ranks (default: those of the config, or {RANKS})"
+        "--ranks",
+        type=positive_int,
+        help=f"number of data ranks (default: as in the config, else {RANKS})",
     )
     parser.add_argument(
         "--per-rank",
         type=positive_int,
-        help=f"examples per rank (default: as the config, or {PER_RANK})",
+        help=f"examples per rank (default: as in the config, else {PER_RANK})",
     )
     parser.add_argument(
-        "--before", choices=get_args(Mode), default="none", help="balance.mode to compare with"
+        "--before",
+        choices=get_args(Mode),
+        default="none",
+        help="balance.mode to compare with (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=seed_int, default=0, help="of generated lengths")
+    parser.add_argument("--seed", type=seed_int, default=0, help="seed of the generated lengths")
     parser.add_argument(
-        "--out", type=new_folder, default=Path(), help="folder of balance.png and balance.html"
+        "--out",
+        type=new_folder,
+        default=Path(),
+        help="folder to write balance.png and balance.html into",
     )
     options = parse(parser, arguments)
     if options.config is None and (not options.generated or options.overrides):

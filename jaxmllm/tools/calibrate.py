@@ -267,13 +267,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__, "jaxmllm calibrate")
     add_config(parser)
     parser.add_argument(
-        "--out", type=new_file, default=Path("calibration.json"), help="file to write (%(default)s)"
+        "--out",
+        type=new_file,
+        default=Path("calibration.json"),
+        help="file to write (default: %(default)s)",
     )
     parser.add_argument(
         "--repeats",
         type=positive_int,
         default=REPEATS,
-        help="rounds, of which the median counts (%(default)s)",
+        help="timed rounds, of which the median is used (default: %(default)s)",
     )
     options = parse(parser, arguments)
     try:

@@ -78,14 +78,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__, "jaxmllm check")
     add_config(parser)
     parser.add_argument(
-        "--devices", type=positive_int, help="of the mesh; as many as it names, if none"
-    )
-    parser.add_argument("--chip", default="h100", help=f"one of {', '.join(CHIPS)} (%(default)s)")
-    parser.add_argument(
-        "--only", metavar="NAMES", help="functions, apart by commas, such as encode,update"
+        "--devices",
+        type=positive_int,
+        help="devices to compile for (default: as many as the mesh names)",
     )
     parser.add_argument(
-        "--generated", action="store_true", help="generated lengths instead of the config's data"
+        "--chip",
+        default="h100",
+        help=f"chip to compile for: {', '.join(CHIPS)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only",
+        metavar="NAMES",
+        help="compile only these functions, separated by commas: encode,update",
+    )
+    parser.add_argument(
+        "--generated",
+        action="store_true",
+        help="use generated lengths instead of the config's data",
     )
     options = parse(parser, arguments)
     only_compile()

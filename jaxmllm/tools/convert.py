@@ -407,25 +407,40 @@ def _draft(out: Path) -> Path:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(__doc__, "jaxmllm convert")
     actions = parser.add_subparsers(dest="action", required=True)
-    orbax = actions.add_parser("to-orbax", help="a published folder as a checkpoint")
+    orbax = actions.add_parser("to-orbax", help="write a published folder as a checkpoint")
     orbax.add_argument("folder", type=Path)
     orbax.add_argument("out", type=Path)
     orbax.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float64"))
-    published = actions.add_parser("to-hf", help="a run as the published folder it began from")
+    published = actions.add_parser("to-hf", help="write a run as a published folder")
     published.add_argument("run", type=Path)
     published.add_argument("out", type=Path)
-    published.add_argument("--source", type=Path, metavar="FOLDER", help="the published folder")
+    published.add_argument(
+        "--source",
+        type=Path,
+        metavar="FOLDER",
+        help="published folder that the run began from (default: as in its config)",
+    )
     components = (LANGUAGE, *TOWERS, GENERATOR, *PROJECTORS)
     published.add_argument("--component", default=LANGUAGE, choices=components)
     published.add_argument(
-        "--adapters", action="store_true", help="adapters alone, as the peft library reads them"
+        "--adapters",
+        action="store_true",
+        help="write adapters alone, as the peft library reads them",
     )
     verify = actions.add_parser("verify", help="compare a folder's model with a reference")
     verify.add_argument("folder", type=Path)
     verify.add_argument("inputs", type=Path, metavar="INPUTS.npz")
-    verify.add_argument("--reference", type=Path, metavar="R.npz", help="logits, valid, loss")
     verify.add_argument(
-        "--gradients", type=Path, metavar="G.npz", help="gradients of the loss, by key"
+        "--reference",
+        type=Path,
+        metavar="R.npz",
+        help="file of reference results: logits, valid, loss",
+    )
+    verify.add_argument(
+        "--gradients",
+        type=Path,
+        metavar="G.npz",
+        help="file of reference gradients of the loss, by key",
     )
     return parser
 

@@ -51,18 +51,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, required=True, help="folder of the run")
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--prompt", metavar="TEXT", help="what to draw")
-    asked.add_argument("--jsonl", type=Path, metavar="FILE", help="several pictures, one per line")
-    parser.add_argument(
-        "--size", metavar="HxW", help="of the picture of --prompt, which needs it, in pixels"
+    asked.add_argument(
+        "--jsonl", type=Path, metavar="FILE", help="file with one picture or clip per line"
     )
     parser.add_argument(
-        "--frames", type=positive_int, help="of a clip of --prompt; none: a picture"
+        "--size", metavar="HxW", help="height and width of the picture of --prompt, in pixels"
     )
-    parser.add_argument("--fps", type=float, help="of clips; none: data.generated.fps, or 8")
-    parser.add_argument("--clips", choices=["png", "mp4"], default="png", help="files of clips")
-    parser.add_argument("--steps", type=int, default=20, help="from noise to picture (%(default)s)")
-    parser.add_argument("--guidance", type=float, default=2.5, help="1: none (%(default)s)")
-    parser.add_argument("--seed", type=seed_int, default=0, help="of the noise")
+    parser.add_argument(
+        "--frames", type=positive_int, help="frames of a clip of --prompt (default: draw a picture)"
+    )
+    parser.add_argument(
+        "--fps", type=float, help="frames per second of clips (default: data.generated.fps, else 8)"
+    )
+    parser.add_argument(
+        "--clips",
+        choices=["png", "mp4"],
+        default="png",
+        help="file type of clips (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, help="steps from noise to picture (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--guidance",
+        type=float,
+        default=2.5,
+        help="strength of guidance; 1: none (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=seed_int, default=0, help="seed of the noise")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     add_overrides(parser)
     options = parse(parser, arguments)

@@ -120,31 +120,50 @@ def _parser() -> argparse.ArgumentParser:
     parser = measuring_parser(__doc__, "jaxmllm plan")
     add_config(parser, required=False)
     parser.add_argument(
-        "--devices", type=_numbers, default=(), metavar="N[,N ...]", help="of the cluster"
+        "--devices",
+        type=_numbers,
+        default=(),
+        metavar="N[,N ...]",
+        help="number of devices, or several numbers to compare",
     )
     parser.add_argument(
         "--cluster",
         default="h100",
-        help=f"one of {', '.join(CLUSTERS)}, or a .yaml file (%(default)s)",
+        help=f"{', '.join(CLUSTERS)}, or a .yaml file (default: %(default)s)",
     )
     parser.add_argument(
-        "--generated", action="store_true", help="generated lengths instead of the config's data"
+        "--generated",
+        action="store_true",
+        help="use generated lengths instead of the config's data",
     )
     parser.add_argument(
         "--top",
         type=positive_int,
         default=10,
         metavar="N",
-        help="layouts in the table (%(default)s)",
+        help="layouts to print (default: %(default)s)",
     )
     parser.add_argument(
-        "--check", type=int, default=0, metavar="N", help="layouts that are compiled"
+        "--check",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compile the programs of the first N layouts",
     )
-    parser.add_argument("--simulate", action="store_true", help="this config under every mode")
-    parser.add_argument("--profile", action="store_true", help="how large batches must be")
-    parser.add_argument("--from-run", type=Path, metavar="DIR", help="a run, beside its prediction")
     parser.add_argument(
-        "--out", type=new_folder, metavar="DIR", help="folder of plan.yaml and others"
+        "--simulate",
+        action="store_true",
+        help="simulate this config as it is, under every balance.mode",
+    )
+    parser.add_argument("--profile", action="store_true", help="find how large batches must be")
+    parser.add_argument(
+        "--from-run", type=Path, metavar="DIR", help="compare a run with its prediction"
+    )
+    parser.add_argument(
+        "--out",
+        type=new_folder,
+        metavar="DIR",
+        help="folder to write plan.yaml, plan.json and pictures into",
     )
     return parser
 

@@ -287,8 +287,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__, "jaxmllm sample-data")
     parser.add_argument("out", type=Path, help="folder to write into")
     parser.add_argument("--seed", type=seed_int, default=0)
-    parser.add_argument("--train", type=int, default=4096, help="training examples")
-    parser.add_argument("--test", type=int, default=512, help="held-out examples")
+    parser.add_argument(
+        "--train", type=int, default=4096, help="number of training examples (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--test", type=int, default=512, help="number of held-out examples (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     try:
         summary = make_sample(options.out, options.seed, options.train, options.test)

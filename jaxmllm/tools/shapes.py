@@ -245,15 +245,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__, "jaxmllm shapes")
     parser.add_argument("out", type=Path, nargs="?", help="folder to write into")
     parser.add_argument("--seed", type=seed_int, default=0)
-    parser.add_argument("--train", type=int, default=9216, help="training pictures")
-    parser.add_argument("--test", type=int, default=288, help="held-out pictures")
-    parser.add_argument("--judge", type=Path, metavar="FOLDER", help="of drawn pictures and clips")
     parser.add_argument(
-        "--json", type=new_file, metavar="PATH", help="also write what the judge says"
+        "--train", type=int, default=9216, help="number of training pictures (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--test", type=int, default=288, help="number of held-out pictures (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--judge",
+        type=Path,
+        metavar="FOLDER",
+        help="judge the drawn pictures and clips of this folder",
+    )
+    parser.add_argument(
+        "--json",
+        type=new_file,
+        metavar="PATH",
+        help="also write the judgement to this file, as one JSON object",
     )
     for work in ("training", "sampling"):
         parser.add_argument(
-            f"--seconds-{work}", type=float, metavar="S", help="that it took, for the JSON"
+            f"--seconds-{work}",
+            type=float,
+            metavar="S",
+            help=f"seconds that {work} took, for the JSON",
         )
     options = parser.parse_args(arguments)
     if (options.out is None) == (options.judge is None):

@@ -222,37 +222,44 @@ def _in_words(schedule: str, split: bool) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__, "jaxmllm timeline")
     add_config(parser, required=False)
-    parser.add_argument("--run", type=Path, metavar="FOLDER", help="of a run")
-    parser.add_argument("--step", type=int, help="of the run, counted from 1")
+    parser.add_argument("--run", type=Path, metavar="FOLDER", help="folder of a run")
+    parser.add_argument("--step", type=int, help="number of the step, counted from 1")
     parser.add_argument(
         "--save",
         type=new_file,
         metavar="TABLE",
         help="also write the step's tables to this file (.npz)",
     )
-    parser.add_argument("--table", type=Path, help="saved tables")
+    parser.add_argument("--table", type=Path, help="file of saved tables (.npz)")
     parser.add_argument("--generated", action="store_true", help="plan a generated batch")
     parser.add_argument(
         "--layout",
         choices=get_args(LayoutName),
-        help="of --generated (segments)",
+        help="layout of a generated batch (default: segments)",
     )
     parser.add_argument(
         "--schedule",
         choices=tuple(SCHEDULES),
-        help="of --generated (greedy)",
+        help="schedule of a generated batch (default: greedy)",
     )
     parser.add_argument(
-        "--split", action="store_true", default=None, help="split backward of --generated in two"
+        "--split",
+        action="store_true",
+        default=None,
+        help="split backward passes of a generated batch",
     )
-    parser.add_argument("--stages", type=positive_int, help="of --generated (4)")
-    parser.add_argument("--microbatches", type=positive_int, help="of --generated (12)")
-    parser.add_argument("--seed", type=seed_int, help="of generated lengths")
+    parser.add_argument(
+        "--stages", type=positive_int, help="stages of a generated batch (default: 4)"
+    )
+    parser.add_argument(
+        "--microbatches", type=positive_int, help="microbatches of a generated batch (default: 12)"
+    )
+    parser.add_argument("--seed", type=seed_int, help="seed of the generated lengths")
     parser.add_argument(
         "--out",
         type=new_folder,
         default=Path(),
-        help="folder of pipeline.png and pipeline.html",
+        help="folder to write pipeline.png and pipeline.html into",
     )
     options = parse(parser, arguments)
     kinds = {

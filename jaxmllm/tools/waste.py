@@ -309,10 +309,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--ranks",
         type=positive_int,
-        help="data ranks to plan for, instead of those of the config",
+        help="number of data ranks to plan for (default: as in the config)",
     )
     parser.add_argument(
-        "--steps", type=positive_int, default=50, help="batches to plan (%(default)s)"
+        "--steps", type=positive_int, default=50, help="batches to plan (default: %(default)s)"
     )
     options = parse(parser, arguments)
     seed = [] if options.seed is None else [f"run.seed={options.seed}"]
