@@ -315,17 +315,27 @@ def measure(
 
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
-    parser.add_argument("--model", choices=MESHES, help="default: all")
+    parser.add_argument("--model", choices=MESHES, help="model to compile (default: all)")
     meshes = list(dict.fromkeys(mesh for model_meshes in MESHES.values() for mesh in model_meshes))
-    parser.add_argument("--mesh", choices=meshes, help="default: all")
-    parser.add_argument("--remat", nargs="+", default=["full"], help="of towers and decoder")
+    parser.add_argument("--mesh", choices=meshes, help="mesh to compile for (default: all)")
     parser.add_argument(
-        "--reduce-dtype", nargs="+", default=["float32"], help="of the sums of gradients"
+        "--remat",
+        nargs="+",
+        default=["full"],
+        help="values of remat, of towers and decoder (default: full)",
     )
     parser.add_argument(
-        "--reduce", nargs="+", default=["microbatch"], help="when gradients are reduced"
+        "--reduce-dtype",
+        nargs="+",
+        default=["float32"],
+        help="values of reduce_dtype (default: float32)",
     )
-    parser.add_argument("--only", nargs="+", choices=FUNCTIONS, help="programs; default: all")
+    parser.add_argument(
+        "--reduce", nargs="+", default=["microbatch"], help="values of reduce (default: microbatch)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=FUNCTIONS, help="functions to compile (default: all)"
+    )
     options = parser.parse_args(command)
     only_compile()
     models = MESHES if options.model is None else [options.model]

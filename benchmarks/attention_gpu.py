@@ -247,13 +247,17 @@ def main() -> int:
     parser = measuring_parser(__doc__)
     slot_multiple = max(SHAPES[name].block * max(counts) for name, counts in DOCUMENTS.items())
     parser.add_argument(
-        "--slots", type=int, nargs="+", default=SLOTS, help=f"multiples of {slot_multiple}"
+        "--slots",
+        type=int,
+        nargs="+",
+        default=SLOTS,
+        help=f"slots of the rows, multiples of {slot_multiple}",
     )
     parser.add_argument(
         "--room",
         type=int,
         default=0,
-        help="for documents of a row, as max_segments; default: theirs",
+        help="room for documents of a row, as max_segments (default: as many as it has)",
     )
     options = parser.parse_args()
     if jax.default_backend() != "gpu":

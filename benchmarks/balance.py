@@ -1,6 +1,6 @@
 """How well plans balance, on generated batches of any size: nothing is decoded, compiled or run.
 
-    python -m benchmarks.balance --json balance.json              everything of docs/balancing.md, some minutes
+    python -m benchmarks.balance --json balance.json              everything of docs/balancing.md, 25 min
     python -m benchmarks.balance --quick
     python -m benchmarks.balance --settings 64x32 [RANKSxEXAMPLES ...] --batches 8
     python -m benchmarks.balance --settings 512x1 --widest 64    rows of up to 64 ranks
@@ -377,16 +377,23 @@ def parse_setting(text: str) -> Setting:
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
     parser.add_argument(
-        "--settings", nargs="+", type=parse_setting, metavar="RANKSxEXAMPLES", help="default: all"
+        "--settings",
+        nargs="+",
+        type=parse_setting,
+        metavar="RANKSxEXAMPLES",
+        help="ranks x examples per rank (default: all settings)",
     )
     parser.add_argument(
-        "--batches", type=positive_int, help="measured batches of each setting (default: 3 to 16)"
+        "--batches", type=positive_int, help="measured batches per setting (default: 3 to 16)"
     )
     parser.add_argument(
-        "--repeats", type=positive_int, default=3, help="plans timed for each batch"
+        "--repeats",
+        type=positive_int,
+        default=3,
+        help="plans timed per batch (default: %(default)s)",
     )
     parser.add_argument(
-        "--row-classes", type=positive_int, help="most of each phase (default: auto)"
+        "--row-classes", type=positive_int, help="most row classes per phase (default: auto)"
     )
     parser.add_argument(
         "--widest",
@@ -394,8 +401,13 @@ def main(command: Sequence[str] | None = None) -> int:
         default=NODE,
         help="most ranks that hold a row together (default: 8)",
     )
-    parser.add_argument("--data", type=Path, metavar="DIR", help="files whose lengths to plan")
-    parser.add_argument("--quick", action="store_true", help="one batch of small settings")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="folder of files whose lengths are planned (default: generated lengths)",
+    )
+    parser.add_argument("--quick", action="store_true", help="measure one batch of small settings")
     options = parser.parse_args(command)
     settings = options.settings or (QUICK if options.quick else SETTINGS)
     row_classes: int | Literal["auto"] = options.row_classes or "auto"

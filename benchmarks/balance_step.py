@@ -381,11 +381,25 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.set_defaults(seed=None)
     add_config(parser)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--per-rank", type=int, default=8, help="examples per device and step")
-    parser.add_argument("--devices", type=int, default=1, help="of each process")
+    parser.add_argument(
+        "--per-rank",
+        type=int,
+        default=8,
+        help="examples per device and step (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--devices", type=int, default=1, help="devices per process (default: %(default)s)"
+    )
     parser.add_argument("--compare", choices=list(VARIANTS), default="modes")
-    parser.add_argument("--steps", type=int, default=20, help="measured steps of each variant")
-    parser.add_argument("--by-phase", type=int, default=0, help="steps of each, program by program")
+    parser.add_argument(
+        "--steps", type=int, default=20, help="measured steps per variant (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--by-phase",
+        type=int,
+        default=0,
+        help="further steps per variant, timed program by program (default: %(default)s)",
+    )
     options = parse(parser, command)
     if min(options.processes, options.devices, options.per_rank, options.steps) < 1:
         parser.error("--processes, --devices, --per-rank and --steps must be positive")

@@ -289,8 +289,10 @@ def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
     parser.add_argument("--tokens", type=positive_int, nargs="+", default=TOKENS)
     parser.add_argument("--ranks", type=positive_int, nargs="+", default=RANKS)
-    parser.add_argument("--seeds", type=positive_int, default=5, help="rows of each kind")
-    parser.add_argument("--isolated", action="store_true", help="images see themselves alone")
+    parser.add_argument(
+        "--seeds", type=positive_int, default=5, help="rows per kind (default: %(default)s)"
+    )
+    parser.add_argument("--isolated", action="store_true", help="let images see only themselves")
     options = parser.parse_args(command)
     work_of = isolated_work if options.isolated else block_work
     try:

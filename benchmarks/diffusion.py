@@ -318,8 +318,15 @@ METHODS: dict[str, Callable[..., dict[str, Any]]] = {
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
     parser.add_argument("--ranks", type=positive_int, default=64)
-    parser.add_argument("--items", type=positive_int, default=2048, help="of a step of all ranks")
-    parser.add_argument("--seeds", type=positive_int, default=10, help="measured batches")
+    parser.add_argument(
+        "--items",
+        type=positive_int,
+        default=2048,
+        help="items per step, over all ranks (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seeds", type=positive_int, default=10, help="measured batches (default: %(default)s)"
+    )
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=[*MIXES])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
     options = parser.parse_args(command)

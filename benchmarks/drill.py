@@ -331,8 +331,12 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
-    parser.add_argument("--kills", type=int, default=40, help="in all")
-    parser.add_argument("--steps", type=int, default=24, help="of each run")
+    parser.add_argument(
+        "--kills", type=int, default=40, help="number of kills in all (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=24, help="steps per run (default: %(default)s)"
+    )
     parser.add_argument(
         "--folder",
         type=new_folder,

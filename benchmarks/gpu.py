@@ -701,11 +701,24 @@ def show(name: str, rows: Sequence[Row]) -> None:
 
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
-    parser.add_argument("--seconds", type=float, default=480, help="for all of it")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections")
-    parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="of the config")
-    parser.add_argument("--small", action="store_true", help="tiny sizes, on any platform")
-    parser.add_argument("--folder", type=Path, help="of sample, profile; default: a temporary one")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=480,
+        help="time limit of the whole command (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=SECTIONS, help="sections to run (default: all)"
+    )
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="key=value", help="replace values of the config"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="run every section with tiny sizes, on any platform"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="folder for sample data and profile (default: a temporary one)"
+    )
     options = parser.parse_args(command)
     deadline = time.perf_counter() + options.seconds
     take_gpu_memory()

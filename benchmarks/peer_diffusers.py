@@ -348,12 +348,24 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", choices=[*SIZES], default="6m")
     parser.add_argument("--mix", choices=[*MIXES], default="clips")
     parser.add_argument(
-        "--steps", type=positive_int, default=7, help="measured steps of each system"
+        "--steps",
+        type=positive_int,
+        default=7,
+        help="measured steps per system (default: %(default)s)",
     )
-    parser.add_argument("--items", type=positive_int, default=16, help="per step")
-    parser.add_argument("--smaller", type=float, default=4.0, help="sides than the workload's")
+    parser.add_argument(
+        "--items", type=positive_int, default=16, help="items per step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--smaller",
+        type=float,
+        default=4.0,
+        help="factor by which sides are smaller than in the workload (default: %(default)s)",
+    )
     add_threads(parser, 1)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of our config")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="replace values of our config"
+    )
     options = parser.parse_args(command)
     if not 0 < options.smaller < math.inf:
         parser.error(f"--smaller {options.smaller} must be above 0")

@@ -350,13 +350,26 @@ def main(command: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", default=sys.executable, metavar="PATH")
     parser.add_argument("--size", choices=[*SIZES], default="40m")
     parser.add_argument(
-        "--steps", type=positive_int, default=7, help="measured steps of each system"
+        "--steps",
+        type=positive_int,
+        default=7,
+        help="measured steps per system (default: %(default)s)",
     )
-    parser.add_argument("--examples", type=positive_int, default=24, help="per step")
     parser.add_argument(
-        "--micro-batch", type=positive_int, default=4, help="examples, of transformers"
+        "--examples", type=positive_int, default=24, help="examples per step (default: %(default)s)"
     )
-    parser.add_argument("--smaller", type=float, default=8.0, help="examples than the workload's")
+    parser.add_argument(
+        "--micro-batch",
+        type=positive_int,
+        default=4,
+        help="examples per micro-batch of transformers (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--smaller",
+        type=float,
+        default=8.0,
+        help="factor by which examples are smaller than in the workload (default: %(default)s)",
+    )
     add_threads(parser, 2)
     options = parser.parse_args(command)
     if not 0 < options.smaller < math.inf:

@@ -426,9 +426,17 @@ def median_parts(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
     parser.add_argument("--size", choices=["quickstart", *SIZES], default="40m")
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="that holds train.jsonl")
     parser.add_argument(
-        "--steps", type=positive_int, default=8, help="measured steps of each system"
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="folder that holds train.jsonl (default: generated sizes)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive_int,
+        default=8,
+        help="measured steps per system (default: %(default)s)",
     )
     add_threads(parser, 2)
     parser.add_argument(
@@ -436,9 +444,11 @@ def main(command: Sequence[str] | None = None) -> int:
         type=positive_int,
         nargs=len(IN_MICRO_BATCHES),
         metavar=tuple(name.upper() for name in IN_MICRO_BATCHES),
-        help="examples, instead of the fastest",
+        help="examples per micro-batch of the peers (default: the fastest, by a search)",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of our config")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="replace values of our config"
+    )
     options = parser.parse_args(command)
     sizes = dict(zip(IN_MICRO_BATCHES, options.micro_batch or (), strict=False))
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -526,7 +536,10 @@ def add_threads(parser: argparse.ArgumentParser, default: int) -> None:
 
     default_threads = min(default, len(cores()))
     parser.add_argument(
-        "--threads", type=threads, default=default_threads, help="cores, for every system"
+        "--threads",
+        type=threads,
+        default=default_threads,
+        help="threads of every system (default: %(default)s)",
     )
 
 

@@ -478,32 +478,48 @@ def measure_microbatches(
 
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
-    parser.add_argument("--seeds", type=positive_int, default=10, help="batches")
+    parser.add_argument(
+        "--seeds", type=positive_int, default=10, help="batches (default: %(default)s)"
+    )
     parser.add_argument("--microbatches", type=positive_int, default=16)
     parser.add_argument("--stages", type=positive_int, default=4)
     parser.add_argument(
         "--live",
         type=positive_int,
-        help="language microbatches that have room on a rank (default: all)",
+        help="language microbatches with room on a rank (default: all)",
     )
     names = [variant.name for variant in VARIANTS]
     parser.add_argument(
-        "--variants", nargs="+", choices=names, default=names, help="lines, beside the first"
+        "--variants",
+        nargs="+",
+        choices=names,
+        default=names,
+        help="lines to print after the first (default: all)",
     )
-    parser.add_argument("--rollouts", type=int, default=ROLLOUTS, help="of a search")
     parser.add_argument(
-        "--long", type=int, default=LONG, help="rollouts of a search that is taken for the best"
+        "--rollouts", type=int, default=ROLLOUTS, help="rollouts of a search (default: %(default)s)"
     )
     parser.add_argument(
-        "--model", choices=tuple(MODELS), default="vision_language", help="of drawn microbatches"
+        "--long",
+        type=int,
+        default=LONG,
+        help="rollouts of the long search, whose result counts as the best (default: %(default)s)",
     )
-    parser.add_argument("--modes", nargs="+", choices=MODES, help="default: all of the model")
+    parser.add_argument(
+        "--model",
+        choices=tuple(MODELS),
+        default="vision_language",
+        help="model of the drawn microbatches (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, help="modes (default: all of the model)"
+    )
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     real_group = parser.add_argument_group("real")
     real_group.add_argument("--profiles", nargs="+", choices=tuple(PROFILES), default=["8B"])
     real_group.add_argument("--mixes", nargs="+", choices=tuple(MIXES), default=["all"])
     real_group.add_argument(
-        "--data", type=Path, metavar="DIR", help="that holds train.jsonl, as a mix"
+        "--data", type=Path, metavar="DIR", help="folder that holds train.jsonl, as another mix"
     )
     real_group.add_argument("--real-stages", nargs="+", type=positive_int, default=[4])
     real_group.add_argument("--per-replica", nargs="+", type=positive_int, default=[8, 32, 128])
@@ -511,7 +527,10 @@ def main(command: Sequence[str] | None = None) -> int:
         "--real-modes", nargs="+", choices=tuple(REAL_MODES), default=["train_all"]
     )
     real_group.add_argument(
-        "--real-seeds", type=positive_int, default=2, help="batches of each instance"
+        "--real-seeds",
+        type=positive_int,
+        default=2,
+        help="batches per instance (default: %(default)s)",
     )
     real_group.add_argument(
         "--real-variants", nargs="+", choices=tuple(REAL_VARIANTS), default=list(REAL_VARIANTS)

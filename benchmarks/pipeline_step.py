@@ -198,12 +198,24 @@ def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
     parser.set_defaults(seed=None)
     add_config(parser)
-    parser.add_argument("--stages", type=int, default=2, help="and processes")
-    parser.add_argument("--batch", type=int, default=16, help="examples of a step")
-    parser.add_argument("--steps", type=int, default=20, help="measured steps of each plan")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds of the calibration")
     parser.add_argument(
-        "--plans", nargs="+", choices=PLANS, default=[*PLANS], help="the first is the yardstick"
+        "--stages", type=int, default=2, help="stages, each a process (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=16, help="examples per step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, help="measured steps per plan (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="rounds of the calibration (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--plans",
+        nargs="+",
+        choices=PLANS,
+        default=[*PLANS],
+        help="plans to compare with the first of them",
     )
     options = parse(parser, command)
     if options.stages < 2 or min(options.batch, options.steps, options.repeats) < 1:

@@ -232,20 +232,26 @@ def show(rows: Sequence[Mapping[str, Any]], errors: Mapping[str, Mapping[str, fl
 
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
-    parser.add_argument("--rows", type=Path, metavar="FILE", help="predict these runs instead")
+    parser.add_argument(
+        "--rows", type=Path, metavar="FILE", help="predict the runs of this file instead"
+    )
     parser.add_argument(
         "--kinds",
         nargs="+",
         choices=[PUBLISHED, *OTHERS],
         default=[PUBLISHED, planner_batches.BMIN],
     )
-    parser.add_argument("--data", type=Path, metavar="DIR", help="bmin: of these files, too")
-    parser.add_argument("--turns", type=int, default=5, help="measured: of each setting")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="bmin: folder of files to measure as well"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=5, help="measured: turns per setting (default: %(default)s)"
+    )
     parser.add_argument(
         "--compiled",
         type=planner_ahead.compiled_file,
         metavar="PATH",
-        help="memory: JSON of benchmarks.planner_ahead",
+        help="memory: JSON file written by benchmarks.planner_ahead",
     )
     options = parser.parse_args(command)
     if options.turns < 2:

@@ -333,9 +333,14 @@ def _error(row: Mapping[str, Any]) -> float:
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
     models = list(dict.fromkeys(point.model for point in POINTS))
-    parser.add_argument("--models", nargs="+", choices=models, help="of these alone")
     parser.add_argument(
-        "--compiled", type=compiled_file, metavar="PATH", help="JSON of an earlier run"
+        "--models", nargs="+", choices=models, help="models to compile (default: all)"
+    )
+    parser.add_argument(
+        "--compiled",
+        type=compiled_file,
+        metavar="PATH",
+        help="JSON file of an earlier run, instead of compiling",
     )
     options = parser.parse_args(command)
     points = [point for point in POINTS if not options.models or point.model in options.models]

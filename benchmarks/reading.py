@@ -274,9 +274,15 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--processes", type=positive_int, nargs="+", default=[1, 2])
     parser.add_argument("--devices", type=positive_int, default=8)
-    parser.add_argument("--dtype", default="bfloat16", help="of the parameters")
-    parser.add_argument("--folder", type=Path, help="one that is there already")
-    parser.add_argument("--into", type=Path, help="of one process: where its record goes")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="type of the parameters (default: %(default)s)"
+    )
+    parser.add_argument("--folder", type=Path, help="read this folder instead of a made one")
+    parser.add_argument(
+        "--into",
+        type=Path,
+        help="folder where one process writes its record (used by the command itself)",
+    )
     options = parser.parse_args()
     if uneven := [count for count in options.processes if options.devices % count]:
         parser.error(f"--processes {uneven[0]} cannot share --devices {options.devices} evenly")

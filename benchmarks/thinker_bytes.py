@@ -94,7 +94,11 @@ def measured(name: str, mesh: str, seed: int, frozen: bool = False) -> dict[str,
 
 def main() -> None:
     parser = measuring_parser(__doc__)
-    parser.add_argument("--frozen-towers", action="store_true", help="train decoder and projectors")
+    parser.add_argument(
+        "--frozen-towers",
+        action="store_true",
+        help="freeze the towers: train decoder and projectors",
+    )
     options = parser.parse_args()
     rows = [
         measured(name, mesh, options.seed, options.frozen_towers)

@@ -148,8 +148,8 @@ class PipelineConfig(Section):
     # Microbatches of the language model in a step; auto: as few as hold a batch, in rows chosen by
     # predicted time
     microbatches: PositiveInt | Auto = "auto"
-    # Microbatches under way on a rank at one time; auto: 4 * stages, or fewer if memory demands it;
-    # with schedule: gpipe, all of a step
+    # Microbatches under way on a rank at one time; auto: 4 * stages, or with schedule: gpipe all of a
+    # step. If memory is short, rows are chosen smaller
     microbatches_in_flight: PositiveInt | Auto = "auto"
     # Rows of each encoder that one microbatch may read, and rows of language that one of a
     # generator may read; auto: from the data
