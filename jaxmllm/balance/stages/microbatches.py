@@ -2,12 +2,13 @@
 the same examples.
 
     examples --> replicas            level 0: equal numbers of examples
-             --> microbatches        level 1: filled, then swapped until even in every phase (example_swaps.py)
-             --> language work even  level 2: some examples deferred (deferral.py)
+             --> microbatches        level 1: filled, heaviest example first
+             --> all phases even     level 2: examples swapped (example_swaps.py)
+             --> language work even  level 3: some examples deferred (deferral.py)
 
 Stages wait for each other, so microbatches should cost the same in each phase, but no grouping of
-whole examples does that exactly for two phases. Levels 0 and 1 and deferral follow Entrain (arXiv
-2605.27918); the swaps between them, and the limits that rows of fixed capacity set, are our own.
+whole examples does that exactly for two phases. Levels 0, 1 and 3 follow Entrain (arXiv 2605.27918);
+the swaps, and the limits that rows of fixed capacity set, are our own.
 Integers only: every host finds the same plan.
 """
 
@@ -169,7 +170,7 @@ def _to_replicas(demands: Demands, replicas: int) -> Longs:
     return swap_examples(replica_of, unlimited, replicas)
 
 
-# ---------------------------------------------------------------------------- levels 1 and 2
+# ---------------------------------------------------------------------------- levels 1 to 3
 
 
 @dataclass(frozen=True)
