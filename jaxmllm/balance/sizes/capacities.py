@@ -50,7 +50,7 @@ def choose_classes(inputs: SizingInputs, loads: Sequence[Load], share: float) ->
     largest = inputs.largest_capacity
     spans = [span for span in inputs.spans if smallest_capacity(inputs, span) <= largest]
     if not spans:
-        raise ConfigError(_too_small(inputs))
+        raise ConfigError(_too_small_message(inputs))
     if not loads:
         return (RowClass(smallest_capacity(inputs, spans[0]), spans[0]),)
     judge = _Judge(inputs, loads)
@@ -58,13 +58,13 @@ def choose_classes(inputs: SizingInputs, loads: Sequence[Load], share: float) ->
     # The bound counts slots and not waits, so the best candidates of every span are packed.
     best = judge.best([classes for of_span in by_span.values() for classes in of_span.best()])
     candidates = by_span[best[0].span]
-    chosen = _moved(best, candidates, judge)
+    chosen = _improved_set(best, candidates, judge)
     if inputs.config.row_classes != "auto":
         return chosen
     return _with_more(chosen, candidates, judge, share)
 
 
-def _moved(classes: Classes, candidates: _Candidates, judge: _Judge) -> Classes:
+def _improved_set(classes: Classes, candidates: _Candidates, judge: _Judge) -> Classes:
     """The set after replacing classes, one at a time, while each saves more than chance might."""
     while True:
         moved = judge.best([classes, *candidates.with_one_moved(classes)])
@@ -92,7 +92,7 @@ def _with_more(chosen: Classes, candidates: _Candidates, judge: _Judge, share: f
         if not added and judge.least <= enough * candidates.bound:
             candidates.extend()
             sets += candidates.best()
-        further, added = _moved(judge.best([further, *sets]), candidates, judge), added + 1
+        further, added = _improved_set(judge.best([further, *sets]), candidates, judge), added + 1
         if judge.expected(further, 1) <= enough**added * judge.expected(chosen, 1):
             chosen = further
             added = 0
@@ -106,7 +106,7 @@ def smallest_capacity(inputs: SizingInputs, span: int) -> int:
     return inputs.alignment.round_up(max(ceil_divide(inputs.longest, span), 1))
 
 
-def _too_small(inputs: SizingInputs) -> str:
+def _too_small_message(inputs: SizingInputs) -> str:
     widest = max(inputs.spans)
     needed = smallest_capacity(inputs, widest)
     ranks = f" on each of {widest} ranks" if widest > 1 else ""
@@ -149,7 +149,7 @@ class _Candidates:
         ]
         self.largest_sets: list[Classes] = [(row_class,) for row_class in self.firsts]
         self.sets = set(self.largest_sets)
-        self.further = [_Further(judge, of_ranks) for of_ranks in {span, min(inputs.spans)}]
+        self.further = [_FurtherClasses(judge, of_ranks) for of_ranks in {span, min(inputs.spans)}]
         for _ in range(1, inputs.row_classes):
             self.extend()
 
@@ -162,19 +162,19 @@ class _Candidates:
         """The sets that are worth packing: the best of all sets, and the best of those whose rows
         all have this span. The latter are added because the bound includes the price of gathering,
         but not the waiting for the longest items, which shared rows save."""
-        packed = _of_span(self.judge.inputs, self.span, CAPACITY_SEARCH.first_packed)
+        packed = _candidate_limit(self.judge.inputs, self.span, CAPACITY_SEARCH.first_packed)
         packed_sets = max(CAPACITY_SEARCH.least_packed, packed)
         alike = [classes for classes in self.sets if {c.span for c in classes} == {self.span}]
-        best = (_best(sets, packed_sets, self.judge.bound) for sets in (self.sets, alike))
+        best = (_cheapest_sets(sets, packed_sets, self.judge.bound) for sets in (self.sets, alike))
         return list(dict.fromkeys(itertools.chain(*best)))
 
     def extend(self) -> None:
         """Add sets: the best of those with most classes, each with a further class."""
-        extended = _of_span(self.judge.inputs, self.span, CAPACITY_SEARCH.extended)
+        extended = _candidate_limit(self.judge.inputs, self.span, CAPACITY_SEARCH.extended)
         self.largest_sets = list(
             dict.fromkeys(
                 (*classes, further_class)
-                for classes in _best(self.largest_sets, extended, self.judge.bound)
+                for classes in _cheapest_sets(self.largest_sets, extended, self.judge.bound)
                 for of_ranks in self.further
                 for further_class in of_ranks.classes_after(classes)
             )
@@ -188,7 +188,7 @@ class _Candidates:
         near_first = [
             RowClass(capacity, first_class.span) for capacity in self.further[0].near(first_class)
         ]
-        return self._promising(
+        return self._shortlist(
             (*classes[:index], other_class, *classes[index + 1 :])
             for index in range(len(classes))
             for other_class in (beside if index else self.firsts + near_first)
@@ -197,14 +197,14 @@ class _Candidates:
 
     def with_one_more(self, classes: Classes) -> list[Classes]:
         """A few sets that have one more class."""
-        return self._promising((*classes, further_class) for further_class in self._beside(classes))
+        return self._shortlist((*classes, further_class) for further_class in self._beside(classes))
 
     def _beside(self, classes: Classes) -> list[RowClass]:
         return [
             row_class for of_ranks in self.further for row_class in of_ranks.classes_beside(classes)
         ]
 
-    def _promising(self, sets: Iterable[Classes]) -> list[Classes]:
+    def _shortlist(self, sets: Iterable[Classes]) -> list[Classes]:
         """The sets with the lowest bounds among those that hold all items, each with its classes by
         slots of a row, descending."""
         inputs = self.judge.inputs
@@ -219,10 +219,10 @@ class _Candidates:
             and max(row_class.capacity for row_class in classes) <= inputs.largest_capacity
             and all(larger.slots > smaller.slots for larger, smaller in itertools.pairwise(classes))
         )
-        return _best(valid, CAPACITY_SEARCH.least_packed, self.judge.bound)
+        return _cheapest_sets(valid, CAPACITY_SEARCH.least_packed, self.judge.bound)
 
 
-def _of_span(inputs: SizingInputs, span: int, number: int) -> int:
+def _candidate_limit(inputs: SizingInputs, span: int, number: int) -> int:
     """How many candidates to keep whose first class has rows of `span` ranks.
 
     All of `number` for the smallest span, so that what would be chosen without other spans is among
@@ -245,7 +245,7 @@ def _load_shares(judge: _Judge) -> set[int]:
     return capacities
 
 
-class _Further:
+class _FurtherClasses:
     """Classes with rows of `span` ranks that may follow other classes in a set."""
 
     def __init__(self, judge: _Judge, span: int):
@@ -285,17 +285,17 @@ class _Further:
     def classes_after(self, classes: Classes) -> list[RowClass]:
         """Classes that may follow the last of `classes`, with fewer slots in a row."""
         last_class = classes[-1]
-        capacities = self._capacities(classes)
+        capacities = self._further_capacities(classes)
         capacities |= {self._rounded(last_class.capacity - step) for step in self._steps(classes)}
         if last_class.span > 1:
             capacities.add(self._rounded(last_class.capacity))  # in rows of fewer ranks
-        return self._smaller(capacities, classes[0], last_class)
+        return self._smaller_classes(capacities, classes[0], last_class)
 
     def classes_beside(self, classes: Classes) -> list[RowClass]:
         """Classes with fewer slots in a row than the first of `classes`: classes that may follow
         it, and some that are near any of `classes`."""
-        capacities = self._capacities(classes).union(*map(self.near, classes))
-        return self._smaller(capacities, classes[0], classes[0])
+        capacities = self._further_capacities(classes).union(*map(self.near, classes))
+        return self._smaller_classes(capacities, classes[0], classes[0])
 
     def near(self, row_class: RowClass) -> set[int]:
         """Capacities a little above and below that of a class."""
@@ -304,14 +304,16 @@ class _Further:
         capacities = (row_class.capacity + sign * step for step in steps for sign in (1, -1))
         return {self._rounded(slots) for slots in capacities if slots > 0}
 
-    def _capacities(self, classes: Classes) -> set[int]:
+    def _further_capacities(self, classes: Classes) -> set[int]:
         first_capacity = classes[0].capacity
         capacities = self.leftovers | self.longest | self.wholes
         if first_capacity > self.median:
             capacities |= self.shares | self._parts(first_capacity, CAPACITY_SEARCH.first_divisors)
         return capacities
 
-    def _smaller(self, capacities: set[int], first: RowClass, last: RowClass) -> list[RowClass]:
+    def _smaller_classes(
+        self, capacities: set[int], first: RowClass, last: RowClass
+    ) -> list[RowClass]:
         """Classes of these capacities, up to the larger of `first` and the median load, whose rows
         have fewer slots than those of `last`."""
         capacity_bound = min(max(first.capacity, self.median), self.largest_capacity)
@@ -329,7 +331,7 @@ class _Further:
         return self.steps
 
 
-def _best(
+def _cheapest_sets(
     candidates: Iterable[Classes], size: int, cost: Callable[[Classes], float]
 ) -> list[Classes]:
     """The `size` candidates of lowest cost; among equal ones those with fewer, then smaller
@@ -341,7 +343,7 @@ def _best(
 
 
 @dataclass(frozen=True)
-class _Needs:
+class _LoadNeeds:
     """Lower bounds on what each load needs for its items over some length: [loads]."""
 
     slots: Longs  # per rank
@@ -375,16 +377,16 @@ class _Judge:
     def best(self, sets: Sequence[Classes]) -> Classes:
         """The set of lowest expected cost. All sets are packed in a quarter of the batches, and the
         best of these in all batches."""
-        finalists = _best(
+        finalists = _cheapest_sets(
             sets, CAPACITY_SEARCH.then_packed, lambda classes: self.expected(classes, 4)
         )
-        return _best(finalists, 1, lambda classes: self.expected(classes, 1))[0]
+        return _cheapest_sets(finalists, 1, lambda classes: self.expected(classes, 1))[0]
 
     def _expected(self, classes: Classes, step: int) -> float:
         """The bound of all loads, times the ratio of real cost to bound in some packed loads: every
         `step`-th of the first `packed_batches`."""
         packed = slice(0, self.packed_batches, step)
-        packed_cost = self._packed(classes, self.loads[packed])
+        packed_cost = self._packed_cost(classes, self.loads[packed])
         return self.bound(classes) * packed_cost / float(self.bounds(classes)[packed].sum())
 
     def bound(self, classes: Classes) -> float:
@@ -396,7 +398,7 @@ class _Judge:
         """A lower bound for any classes: full rows, and one microbatch for each load."""
         return float(self.slots.sum() / CAPACITY_SEARCH.expected_fill + self.overheads.sum())
 
-    def _packed(self, classes: Classes, loads: Sequence[Load]) -> float:
+    def _packed_cost(self, classes: Classes, loads: Sequence[Load]) -> float:
         """Cost of the loads when they are really packed into rows of these classes."""
         spec = phase_spec(self.inputs, classes)
         cost = 0.0
@@ -436,10 +438,10 @@ class _Judge:
         """`Load.wanted_slots` of all loads: [loads]."""
         return np.array([load.wanted_slots(self.inputs, span) for load in self.loads])
 
-    def _needs_over(self, length: int) -> _Needs:
+    def _needs_over(self, length: int) -> _LoadNeeds:
         """`Load.needs_over` of all loads."""
         slots, rows = np.array([load.needs_over(length) for load in self.loads]).T
-        return _Needs(slots, rows)
+        return _LoadNeeds(slots, rows)
 
 
 @compiled
@@ -473,7 +475,7 @@ def _fewest_slots(
                     rows_left = max(rows_left, rows_needed[load, later])
                 bounds[k] += 2 * (-(-slots // capacity[k])) - (-rows_left // rows[k])
         # The search starts from the slots of a combination of two classes, which it will also find.
-        best_slots = _slots_of_two(capacity, rows, base, needs[load], rows_needed[load])
+        best_slots = _slots_of_two_classes(capacity, rows, base, needs[load], rows_needed[load])
         best_microbatches = INT64_MAX
         counts[:] = 0
         # `counts` runs through combinations like an odometer, the smallest class fastest; the count
@@ -523,7 +525,9 @@ def _fewest_slots(
 
 
 @compiled
-def _slots_of_two(capacity: Longs, rows: Longs, base: int, needs: Longs, rows_needed: Longs) -> int:
+def _slots_of_two_classes(
+    capacity: Longs, rows: Longs, base: int, needs: Longs, rows_needed: Longs
+) -> int:
     """Slots per rank of microbatches of the first class and of `base` alone that meet the needs of
     a load, [K] each; INT64_MAX, which bounds nothing, where the two are the same class."""
     if base == 0:

@@ -73,7 +73,7 @@ class PhaseRows:
 
     def __init__(self, samples: Sequence[BatchItems]):
         self.samples = samples
-        self._known: dict[tuple[bool, float, SizingInputs], PhaseSpec] = {}
+        self._known_specs: dict[tuple[bool, float, SizingInputs], PhaseSpec] = {}
         self._flops_of = cache(self._flops)  # needed again for every mesh
 
     def chosen(
@@ -106,7 +106,7 @@ class PhaseRows:
         # Language first, because encoders may follow its placement of examples.
         for inputs in (language, *encoders.values()):
             share = flops[inputs.name] / total
-            specs[inputs.name] = self._of_phase(inputs, share, grids, ranks_of_examples, segments)
+            specs[inputs.name] = self._spec_of(inputs, share, grids, ranks_of_examples, segments)
             if inputs is language and balance.mode == "language":
                 plans = [assign(specs[LANGUAGE], batch.phases[LANGUAGE]) for batch in batches]
                 ranks_of_examples = [
@@ -124,7 +124,7 @@ class PhaseRows:
     def _batches(self) -> list[BatchItems]:
         return [*self.samples, *redraw(self.samples)]
 
-    def _of_phase(
+    def _spec_of(
         self,
         inputs: SizingInputs,
         share: float,
@@ -132,16 +132,16 @@ class PhaseRows:
         ranks_of_examples: Sequence[Longs | None],
         segments: bool,
     ) -> PhaseSpec:
-        key = segments, share, _deciding(inputs)
+        key = segments, share, _relevant_inputs(inputs)
         # The key does not include the ranks of examples, so rows are chosen again where items stay
         # with their examples.
-        if key not in self._known or any(ranks is not None for ranks in ranks_of_examples):
+        if key not in self._known_specs or any(ranks is not None for ranks in ranks_of_examples):
             loads = loads_of(self._batches, inputs, grids, ranks_of_examples)
-            self._known[key] = _rows(inputs, share, loads, segments)
-        return self._known[key]
+            self._known_specs[key] = _rows(inputs, share, loads, segments)
+        return self._known_specs[key]
 
 
-def _deciding(inputs: SizingInputs) -> SizingInputs:
+def _relevant_inputs(inputs: SizingInputs) -> SizingInputs:
     """The inputs that rows depend on when items move freely; the others are set to defaults."""
     if inputs.config.capacities == "auto":
         return inputs

@@ -65,7 +65,7 @@ def choose_routes(
     generators = [phase for phase in grids if specs[phase].phase.generates]
     # With a generator a token may arrive and also leave, and then takes two slots
     row_tokens = max(language.capacities) * (2 if generators else 1)
-    language_pool = _pool(LANGUAGE, arriving, row_tokens, balance)
+    language_pool = _pool_slots(LANGUAGE, arriving, row_tokens, balance)
     # Which phases share an exchange depends on grids and directions alone, so sizes may be 0 here.
     unsized = {
         phase: RouteSpec(grid, 0, language_pool, 0, padded.MAX_HOPS, outward=phase in generators)
@@ -99,7 +99,7 @@ def _encoder_pool(
     leaving = [
         sum(_tokens_of_rows(plan[phase], specs[phase]) for phase in phases) for plan in plans
     ]
-    return _pool(largest, leaving, row_tokens[largest], balance)
+    return _pool_slots(largest, leaving, row_tokens[largest], balance)
 
 
 def _tokens_of_rows(plan: PhasePlan, spec: PhaseSpec) -> int:
@@ -138,7 +138,7 @@ def _pair_slots(
     return max(usual, min(unusual, MOST_OVER_USUAL * usual))
 
 
-def _pool(phase: str, used: Sequence[int], row_tokens: int, balance: BalanceConfig) -> int:
+def _pool_slots(phase: str, used: Sequence[int], row_tokens: int, balance: BalanceConfig) -> int:
     """Tokens of a rank's pool: what the samples used with some head room, and at least one row."""
     if balance.pool_slots == "auto":
         return max(with_head_room(int(max(used, default=0)), POOL_ALIGNMENT), row_tokens)

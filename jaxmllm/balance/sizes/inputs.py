@@ -57,7 +57,7 @@ class Alignment:
         """The smallest unit that a capacity of about this many slots may be a multiple of."""
         if self.small is None:
             return self.slots
-        if self.smallest is None or slots >= self._few_small:
+        if self.smallest is None or slots >= self._enough_small_blocks:
             return self._unit_of(self.small)
         return self._unit_of(self.smallest)
 
@@ -66,14 +66,14 @@ class Alignment:
 
     def round_up(self, slots: int) -> int:
         """The smallest capacity that `auto` may choose with at least this many slots."""
-        return round_up(slots, self._chosen_unit(slots))
+        return round_up(slots, self._auto_unit(slots))
 
     def round_down(self, slots: int) -> int:
         """The largest capacity that `auto` may choose with at most this many slots; 0 if none."""
-        unit = self._chosen_unit(slots)
+        unit = self._auto_unit(slots)
         return slots // unit * unit
 
-    def _chosen_unit(self, slots: int) -> int:
+    def _auto_unit(self, slots: int) -> int:
         """Unit of capacities that `auto` chooses. Each smaller unit divides the bound above which
         the next larger unit applies, so rounding up never passes that bound."""
         return self.slots if slots >= self.few * self.slots else self.unit(slots)
@@ -86,7 +86,7 @@ class Alignment:
             blocks, or of stretches of blocks that hold whole language tokens.
         """
         capacity, span = row_class
-        slots = self._block(capacity, span)
+        slots = self._block_slots(capacity, span)
         block = slots // self.stride
         unit = self._unit_of(slots)
         devices = span * self.parts
@@ -101,15 +101,15 @@ class Alignment:
     def layout_blocks(self, classes: Classes) -> tuple[int, ...] | None:
         """Slots of the block by which items of each class are laid out; None where a block does not
         hold whole language tokens."""
-        blocks = tuple(self._block(*row_class) for row_class in classes)
+        blocks = tuple(self._block_slots(*row_class) for row_class in classes)
         return None if any(block % self.token for block in blocks) else blocks
 
     @property
-    def _few_small(self) -> int:
+    def _enough_small_blocks(self) -> int:
         """Slots of a rank below which it has few small blocks."""
         return self.few // 2 * (self.small or 0) * self.parts
 
-    def _block(self, capacity: int, span: int) -> int:
+    def _block_slots(self, capacity: int, span: int) -> int:
         """Slots of the largest block that divides a device's part of a row into enough blocks; else
         of the smallest block."""
         blocks = (self.block, self.small, self.smallest)
@@ -117,7 +117,7 @@ class Alignment:
         enough = max(self.few, span * self.parts) * self.block * self.parts
         # Each larger block goes with the smallest capacity that has enough of these blocks. There
         # may be fewer than two larger blocks, so the lengths may differ.
-        for block, least_capacity in zip(larger, (enough, self._few_small), strict=False):
+        for block, least_capacity in zip(larger, (enough, self._enough_small_blocks), strict=False):
             if capacity >= least_capacity and capacity % self._unit_of(block) == 0:
                 return block
         return smallest

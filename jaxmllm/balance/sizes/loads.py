@@ -56,7 +56,7 @@ class Load:
     microbatch_overhead: float  # overhead of each microbatch, in slots of average cost
 
     @cached_property
-    def _ascending(self) -> tuple[Longs, Longs]:
+    def _ascending_lengths(self) -> tuple[Longs, Longs]:
         """(lengths of the items, ascending, [N]; sum of the lengths from each item on, [N + 1])."""
         lengths = np.sort(self.items.length)
         return lengths, np.append(np.cumsum(lengths[::-1])[::-1], 0)
@@ -65,7 +65,7 @@ class Load:
         """(slots, number) of the items longer than `length`: the most that any rank has or, where
         items move freely, slots of the mean rank and the number on all ranks."""
         if self.item_rank is None:
-            lengths, slots_from = self._ascending
+            lengths, slots_from = self._ascending_lengths
             fitting = int(np.searchsorted(lengths, length, side="right"))
             return ceil_divide(int(slots_from[fitting]), self.ranks), len(lengths) - fitting
         longer = self.items.length > length
@@ -104,13 +104,13 @@ def loads_of(
         items move freely.
     """
     return [
-        _load(batch, inputs, grids, example_rank)
+        _load_of_batch(batch, inputs, grids, example_rank)
         for batch, example_rank in zip(batches, example_ranks, strict=True)
         if len(batch.phases[inputs.name].length)
     ]
 
 
-def _load(
+def _load_of_batch(
     batch: BatchItems,
     inputs: SizingInputs,
     grids: Mapping[str, ExchangeGrid],
@@ -167,15 +167,15 @@ def redraw(samples: Sequence[BatchItems]) -> list[BatchItems]:
     if missing <= 0 or not size:
         return []
     random = np.random.default_rng(0)  # every host must draw the same
-    pooled, examples = _pooled(samples)
+    pooled, examples = _pooled_items(samples)
     batches = []
     for chosen in random.integers(examples, size=(missing, size)):
-        phases = {phase: _items_of(items, chosen, examples) for phase, items in pooled.items()}
+        phases = {phase: _chosen_items(items, chosen, examples) for phase, items in pooled.items()}
         batches.append(BatchItems(chosen, 0, phases))
     return batches
 
 
-def _pooled(samples: Sequence[BatchItems]) -> tuple[dict[str, PhaseItems], int]:
+def _pooled_items(samples: Sequence[BatchItems]) -> tuple[dict[str, PhaseItems], int]:
     """(items of all batches joined into one batch, by phase; number of its examples)."""
     start = np.cumsum([0, *(len(batch.examples) for batch in samples)])  # examples before a batch
     pooled = {}
@@ -191,7 +191,7 @@ def _pooled(samples: Sequence[BatchItems]) -> tuple[dict[str, PhaseItems], int]:
     return pooled, int(start[-1])
 
 
-def _items_of(items: PhaseItems, chosen: Longs, examples: int) -> PhaseItems:
+def _chosen_items(items: PhaseItems, chosen: Longs, examples: int) -> PhaseItems:
     """The items of the chosen examples, which are numbered 0, 1, .. in the order of `chosen`."""
     # Items are in the order of examples, so those of an example are consecutive, from `start` on.
     items_per_example = np.bincount(items.example, minlength=examples)
