@@ -1,8 +1,8 @@
 """Placing the items of one phase: which row, which microbatch, which rank.
 
     row_counts      microbatches of each class, fewest slots first       row_counts.py
-    _fill           items into their rows, which are balanced            pack.py, level.py
-    _arrange        similar rows into one microbatch, then rows to ranks
+    _fill_rows      items into their rows, which are balanced            pack.py, level.py
+    _arrange_rows   similar rows into one microbatch, then rows to ranks
 
 A microbatch of a class of span g has R / g rows, each of them on g neighbouring ranks.
 
@@ -49,20 +49,20 @@ def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
     amounts = (items.length, np.ones_like(items.length), cost, attention_costs(spec, items))
     within = ROW_SEARCH.stop_within
     good_enough = ceil_divide(int(cost.sum()) * (within + 1), within * spec.ranks)
-    best: tuple[int, _Filled] | None = None  # score, rows
+    best: tuple[int, _FilledRows] | None = None  # score, rows
     max_slots = 0
     tries = 0
     for row_set in _row_sets(spec, items.length, cost):
         if best is not None and (row_set.slots > max_slots or tries == ROW_SEARCH.tries):
             break
-        filled = _fill(spec, amounts, row_set)
+        filled = _fill_rows(spec, amounts, row_set)
         if filled is None:
             continue
         if best is None:  # the first set that holds all items has the fewest slots
             max_slots = row_set.slots * (ROW_SEARCH.extra_slots + 1) // ROW_SEARCH.extra_slots
         tries += 1
-        placing = _arrange(filled, spec, COST)
-        score = row_set.slots * placing.waits * _imbalance(placing)
+        placing = _arrange_rows(filled, spec, COST)
+        score = row_set.slots * placing.waits * _imbalance_factor(placing)
         if best is None or score < best[0]:
             best = score, filled
         if placing.waits <= good_enough:
@@ -70,7 +70,7 @@ def assign(spec: PhaseSpec, items: PhaseItems) -> PhasePlan:
     assert best is not None, "one row for every item always suffices"
     _, filled = best
     balance_attention(filled.state, filled.classes)
-    placing = _arrange(filled, spec, ATTENTION)
+    placing = _arrange_rows(filled, spec, ATTENTION)
     return _phase_plan(spec, filled.counts, placing.microbatch, placing.rank, items.length)
 
 
@@ -189,7 +189,7 @@ def _row_sets(spec: PhaseSpec, length: Longs, cost: Longs) -> Iterator[_RowSet]:
         counts = next_counts
 
 
-def _imbalance(placing: _Placing) -> int:
+def _imbalance_factor(placing: _Placing) -> int:
     """Factor of the score of a set of rows: a power of the costliest rank's cost, which counts as
     1/100 above its lower bound at least. Scaled by `stop_within` to stay an integer."""
     within = ROW_SEARCH.stop_within
@@ -201,7 +201,7 @@ def _imbalance(placing: _Placing) -> int:
 
 
 @dataclass(frozen=True)
-class _Filled:
+class _FilledRows:
     """Rows that hold all items."""
 
     counts: Longs  # [K] microbatches of each class
@@ -209,7 +209,7 @@ class _Filled:
     classes: RowsByClass  # the classes that have rows
 
 
-def _fill(spec: PhaseSpec, amounts: Sequence[Longs], row_set: _RowSet) -> _Filled | None:
+def _fill_rows(spec: PhaseSpec, amounts: Sequence[Longs], row_set: _RowSet) -> _FilledRows | None:
     """Place all items in a set of rows; None where they do not fit.
 
     Args:
@@ -228,7 +228,7 @@ def _fill(spec: PhaseSpec, amounts: Sequence[Longs], row_set: _RowSet) -> _Fille
     rows = [rows for rows in np.split(np.arange(end[-1]), end[:-1]) if len(rows)]
     classes = RowsByClass(rows, span[rows_of_classes > 0].tolist(), spec.ranks)
     balance_rows(state, classes)
-    return _Filled(row_set.counts, state, classes)
+    return _FilledRows(row_set.counts, state, classes)
 
 
 def _pack(
@@ -261,7 +261,7 @@ class _Placing:
     rank_floor: int  # lower bound on that total while items stay in the classes of their rows
 
 
-def _arrange(filled: _Filled, spec: PhaseSpec, by: int) -> _Placing:
+def _arrange_rows(filled: _FilledRows, spec: PhaseSpec, by: int) -> _Placing:
     """Sort the rows of a class, cut them into microbatches, and assign the costliest row of each to
     the group of ranks with the least total so far.
 

@@ -95,7 +95,7 @@ class RowState(NamedTuple):
         for kind, (amount, limit) in enumerate(zip(amounts, limits, strict=True)):
             with_sentinel[kind, :-1] = amount
             remaining[kind] = limit
-        _take(remaining, with_sentinel, row_of)
+        _subtract_amounts(remaining, with_sentinel, row_of)
         return cls(row_of.copy(), with_sentinel, remaining)
 
     def in_order(self, kind: int) -> Longs:
@@ -104,7 +104,7 @@ class RowState(NamedTuple):
 
 
 @compiled
-def _take(remaining: Longs, amounts: Longs, row_of: Longs) -> None:
+def _subtract_amounts(remaining: Longs, amounts: Longs, row_of: Longs) -> None:
     """Subtract what the items take from what their rows have remaining."""
     for kind in range(len(amounts)):
         for item in range(len(row_of)):
@@ -164,7 +164,7 @@ def balance_rows(state: RowState, classes: RowsByClass) -> None:
     Args:
       state: without overflow, and with limits of 0 on cost, which stand for none. Changed in place.
     """
-    _balance(state, classes, COST, SWAP_SEARCH.sweeps)
+    _balance_amount(state, classes, COST, SWAP_SEARCH.sweeps)
 
 
 def balance_attention(state: RowState, classes: RowsByClass) -> None:
@@ -186,10 +186,10 @@ def balance_attention(state: RowState, classes: RowsByClass) -> None:
         # Heaviest first: the first column is the costliest row of each microbatch.
         limit = np.maximum(of_rows[:, :1], mean + mean // SWAP_SEARCH.cost_margin)
         state.remaining[COST, microbatches] = limit - of_rows
-    _balance(state, classes, ATTENTION, SWAP_SEARCH.attention_sweeps)
+    _balance_amount(state, classes, ATTENTION, SWAP_SEARCH.attention_sweeps)
 
 
-def _balance(state: RowState, classes: RowsByClass, weight: int, sweeps: int) -> None:
+def _balance_amount(state: RowState, classes: RowsByClass, weight: int, sweeps: int) -> None:
     """Even out the amount `weight` over rows that run together. Its limits are 0, which stands for
     none, so `remaining` is minus the load; the amounts before `weight` are limited."""
     rows_of_class = np.array([len(rows) for rows in classes.rows])
@@ -208,7 +208,7 @@ class _ClassRows(NamedTuple):
     spans: Longs  # [classes]
 
 
-class _Pairs(NamedTuple):
+class _RowPairs(NamedTuple):
     """Pairs of rows that should swap items: heavy[n] with light[n]."""
 
     heavy: Longs
@@ -226,8 +226,8 @@ def _sweep_microbatches(
 ) -> None:
     """Sweep until the heaviest rows of the microbatches are close to their means."""
     by_load = np.empty(len(classes.rows), np.int64)
-    pairs = _Pairs(np.empty(len(by_load), np.int64), np.empty(len(by_load), np.int64))
-    scratch = _no_scratch(state)
+    pairs = _RowPairs(np.empty(len(by_load), np.int64), np.empty(len(by_load), np.int64))
+    scratch = _empty_scratch(state)
     last_slowest = INT64_MAX
     patience = search.patience
     for sweep in range(sweeps):
@@ -262,7 +262,7 @@ def _pair_rows(
     classes: _ClassRows,
     sweep: int,
     search: SwapSearch,
-    pairs: _Pairs,
+    pairs: _RowPairs,
 ) -> tuple[int, int, int]:
     """Pair the rows of each microbatch that should swap items, the heaviest with the lightest in
     the first sweep.
@@ -355,7 +355,7 @@ class _Scratch(NamedTuple):
 
 
 @compiled
-def _no_scratch(state: RowState) -> _Scratch:
+def _empty_scratch(state: RowState) -> _Scratch:
     items = len(state.row_of)
     rows = state.remaining.shape[1]
     return _Scratch(
@@ -388,7 +388,7 @@ def _swap_items(
       limited: no row may take more than it has remaining of the amounts before this index, except
         of `weight`.
     """
-    scratch = _no_scratch(state)
+    scratch = _empty_scratch(state)
     return _swap_each_pair(state, order, heavy, light, sweep, weight, limited, scratch)
 
 
@@ -440,7 +440,7 @@ def _swap_each_pair(
                 miss = abs(2 * (heavy_weight - weights[1, from_light]) - gap)
                 if miss >= best_miss:
                     continue
-                if _fits(state, offered, rows, from_heavy, from_light, weight, limited):
+                if _swap_fits(state, offered, rows, from_heavy, from_light, weight, limited):
                     best_miss = miss
                     best = (from_heavy, from_light)
         swaps += best_miss < gap
@@ -505,7 +505,7 @@ def _list_choices(
 
 
 @compiled_leaf
-def _fits(
+def _swap_fits(
     state: RowState,
     offered: Longs,
     rows: tuple[int, int],

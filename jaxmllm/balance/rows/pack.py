@@ -97,7 +97,7 @@ def _fill_by_cost(
                 for candidate in range(len(room)):
                     heappush(by_room[size_of[candidate]], (-room[candidate], candidate))
             # If even this row has too little room, it overflows.
-            row = _roomiest(by_room, sizes, room, free_segments, length[item])
+            row = _roomiest_row(by_room, sizes, room, free_segments, length[item])
         if row < 0:
             return False
         row_of[item] = row
@@ -111,7 +111,7 @@ def _fill_by_cost(
 
 
 @compiled
-def _roomiest(
+def _roomiest_row(
     by_room: list[list[tuple[int, int]]],
     sizes: Longs,
     room: Longs,
@@ -231,14 +231,14 @@ def lay_out(
     rows = int(row_of.max(initial=-1)) + 1
     if blocks is None or slots is None:
         counts = np.zeros(rows, np.int64), np.zeros(rows, np.int32)
-        _lay_out(row_of, length, *counts, offset, segment)
+        _lay_end_to_end(row_of, length, *counts, offset, segment)
     else:
         _lay_out_in_blocks(row_of, length, slots[:rows].copy(), blocks, offset, segment)
     return offset, segment
 
 
 @compiled
-def _lay_out(
+def _lay_end_to_end(
     row_of: Longs, length: Longs, slots: Longs, items: Ints, offset: Ints, segment: Ints
 ) -> None:
     """Write offsets and segments of items laid end to end. `slots` and `items` count those placed

@@ -26,7 +26,7 @@ def packed(costs: Longs, ranks: int) -> Longs:
     Raises:
       ValueError: no rank, or a negative cost.
     """
-    costs = _checked(costs, ranks)
+    costs = _checked_costs(costs, ranks)
     room = np.full(ranks, max(int(costs.sum()), 1), np.int64)
     rank = fill_by_cost(costs, costs, room, max(len(costs), 1))
     assert rank is not None, "every rank has room for all"
@@ -50,7 +50,7 @@ def padded(costs: Longs, ranks: int) -> Longs:
     Raises:
       ValueError: no rank, or a negative cost.
     """
-    costs = _checked(costs, ranks)
+    costs = _checked_costs(costs, ranks)
     order = np.argsort(-costs, kind="stable")
     descending = costs[order].tolist()
     # No bound can be below the costliest item, and from there on every rank takes at least one
@@ -83,7 +83,7 @@ def _items_of_ranks(descending: list[int], bound: int) -> list[int]:
     return items_of_ranks
 
 
-def _checked(costs: Longs, ranks: int) -> Longs:
+def _checked_costs(costs: Longs, ranks: int) -> Longs:
     costs = np.asarray(costs, np.int64)
     if ranks < 1:
         raise ValueError(f"items cannot be placed on {ranks} ranks: there must be at least one")
