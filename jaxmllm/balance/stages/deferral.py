@@ -78,7 +78,7 @@ def defer(
     after = np.maximum(loads[heavy][:, None] - transfer, loads[light] + transfer)
     # A heavy load within T may have any partner, because no best transfer raises the greater load
     # of the two. So only loads above T have to be matched.
-    threshold = _threshold(after, loads[heavy], int(loads[light].max(initial=0)))
+    threshold = _least_threshold(after, loads[heavy], int(loads[light].max(initial=0)))
     squares = (loads[heavy][:, None] - transfer) ** 2 + (loads[light] + transfer) ** 2
     # One such pair costs more than any assignment without one, so pairs over the threshold are
     # taken only where no others are left.
@@ -86,7 +86,7 @@ def defer(
     rows, columns = linear_sum_assignment(squares)
     deferred = np.zeros(len(group), np.bool_)
     for row, column in zip(rows, columns, strict=True):
-        chosen = _subset_with(tables[row], work[members[row]], int(transfer[row, column]))
+        chosen = _subset_of_sum(tables[row], work[members[row]], int(transfer[row, column]))
         deferred[members[row][chosen]] = True
     # Pairs that transfer something come first.
     order = np.argsort(transfer[rows, columns] <= 0, kind="stable")
@@ -141,7 +141,7 @@ def _subset_sums(work: Longs, slots: Longs) -> Longs:
     return table
 
 
-def _subset_with(table: Longs, work: Longs, total: int) -> list[int]:
+def _subset_of_sum(table: Longs, work: Longs, total: int) -> list[int]:
     """Indices of the examples in the subset that the table has for a sum."""
     chosen = []
     for index in range(len(work) - 1, -1, -1):
@@ -152,7 +152,7 @@ def _subset_with(table: Longs, work: Longs, total: int) -> list[int]:
     return chosen
 
 
-def _threshold(after: Longs, loads: Longs, least: int) -> int:
+def _least_threshold(after: Longs, loads: Longs, least: int) -> int:
     """Least T, not below `least`, such that all loads above T can be matched to columns of their
     own in which `after` is within T."""
     candidates = np.unique(np.concatenate([after.ravel(), loads, [least]]))

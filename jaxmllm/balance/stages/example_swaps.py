@@ -107,7 +107,7 @@ def swap_examples(
         # Every `rounds`-th entry, so that `rounds` sweeps in a row see all entries.
         entries = np.arange(sweep % rounds, len(group), rounds)
         entry_group = group[entries]
-        change = _changes(work[entries], load[entry_group], squares[entries])
+        change = _swap_changes(work[entries], load[entry_group], squares[entries])
         # From here on 0, which gains nothing, marks pairs that must not be swapped.
         change[entry_group[:, None] == entry_group] = 0
         for phase in limited:
@@ -123,7 +123,7 @@ def swap_examples(
         partner = change.argmin(axis=1)
         gain = change[np.arange(len(entries)), partner]
         best_first = np.argsort(gain, kind="stable")[: int((gain < 0).sum())]
-        index_a, index_b = _without_common_groups(best_first, partner[best_first], entry_group)
+        index_a, index_b = _disjoint_pairs(best_first, partner[best_first], entry_group)
         idle = 0 if len(index_a) else idle + 1
         if idle == rounds:
             break
@@ -142,7 +142,7 @@ def swap_examples(
     return group[:examples]
 
 
-def _changes(work: Longs, load: Longs, squares: Longs) -> Longs:
+def _swap_changes(work: Longs, load: Longs, squares: Longs) -> Longs:
     """Half the change of the sum of squared loads when any two of n entries are swapped: [n, n].
 
     Args:
@@ -158,7 +158,7 @@ def _changes(work: Longs, load: Longs, squares: Longs) -> Longs:
     return one_way + one_way.T
 
 
-def _without_common_groups(ones: Longs, others: Longs, group: Longs) -> tuple[Longs, Longs]:
+def _disjoint_pairs(ones: Longs, others: Longs, group: Longs) -> tuple[Longs, Longs]:
     """The pairs that share no group with a pair that was chosen before them."""
     touched: set[int] = set()
     chosen = []

@@ -84,9 +84,9 @@ def plan_microbatches(
         example that does not fit a row of its own.
     """
     phases = {**encoders, reader: language}
-    _check(phases, reader, replicas, microbatches)
+    _check_loads(phases, reader, replicas, microbatches)
     demands = _demands(list(phases.values()))
-    replica_of = _to_replicas(demands, replicas)
+    replica_of = _example_replicas(demands, replicas)
     members = [np.flatnonzero(replica_of == replica) for replica in range(replicas)]
     shares = [demands.subset(examples) for examples in members]
     microbatch_count = max(
@@ -107,7 +107,9 @@ def plan_microbatches(
     )
 
 
-def _check(phases: Mapping[str, PhaseLoad], reader: str, replicas: int, microbatches: int) -> None:
+def _check_loads(
+    phases: Mapping[str, PhaseLoad], reader: str, replicas: int, microbatches: int
+) -> None:
     if replicas < 1 or microbatches < 1:
         raise ValueError(
             f"a plan needs at least one replica and one microbatch, not {replicas} and {microbatches}",
@@ -144,7 +146,7 @@ def _demands(loads: Sequence[PhaseLoad]) -> Demands:
 # ---------------------------------------------------------------------------- level 0
 
 
-def _to_replicas(demands: Demands, replicas: int) -> Longs:
+def _example_replicas(demands: Demands, replicas: int) -> Longs:
     """Replica of each example [B]: by encoder work descending, each to the replica with room that
     has the least language work; then swapped until even."""
     examples = len(demands.work)
@@ -235,7 +237,7 @@ def _plan_replica(
         if group is None:
             continue
         group = swap_examples(group, demands, microbatches, media_microbatches, moves=True)
-        plan = _in_order(group, demands, microbatches, max_deferred)
+        plan = _ordered_plan(group, demands, microbatches, max_deferred)
         if best is None or plan.squares < best.squares:
             best = plan
     return best
@@ -309,7 +311,7 @@ def _fill_tightly(demands: Demands, microbatches: int, media_microbatches: int) 
     return group
 
 
-def _in_order(
+def _ordered_plan(
     group: Longs,
     demands: Demands,
     microbatches: int,

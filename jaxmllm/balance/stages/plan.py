@@ -101,27 +101,27 @@ def plan_pipeline(items: BatchItems, spec: PlanSpec, pipeline: PipelineSpec) -> 
     """
     began = time.perf_counter()
     runs = plan_runs(items, spec, pipeline)
-    phases, arrivals = _joined([run.rows for run in runs], items, spec)
+    phases, arrivals = _joined_plans([run.rows for run in runs], items, spec)
     room = {name: spec.phases[name].row_tokens * rows for name, rows in pipeline.rows_read.items()}
     pool_of_language = sum(slots for name, slots in room.items() if name != LANGUAGE)
     statistics: dict[str, float] = {}
     for name, phase in spec.phases.items():
         statistics |= phase_statistics(phases[name], items.phases[name], phase)
-    statistics |= _statistics(runs)
+    statistics |= _pipeline_statistics(runs)
     statistics["plan_ms"] = 1e3 * (time.perf_counter() - began)
     routes = {}
     for name, arrival in arrivals.items():
         pool = room[LANGUAGE] if spec.phases[name].phase.generates else pool_of_language
         routes[name] = group_route(phases, items.phases, arrival, name, spec, pool)
-    return StepPlan(phases, routes, statistics, _records(runs))
+    return StepPlan(phases, routes, statistics, _run_records(runs))
 
 
 def plan_runs(items: BatchItems, spec: PlanSpec, pipeline: PipelineSpec) -> list[PlannedRun]:
     """The runs of a step with their schedules. Raises `ConfigError` as `plan_pipeline` does."""
-    return list(_runs_of(np.arange(len(items.examples)), items, spec, pipeline))
+    return list(_planned_runs(np.arange(len(items.examples)), items, spec, pipeline))
 
 
-def _runs_of(
+def _planned_runs(
     examples: Longs,
     items: BatchItems,
     spec: PlanSpec,
@@ -129,7 +129,7 @@ def _runs_of(
 ) -> Iterator[PlannedRun]:
     """One run if it holds all examples; otherwise the runs of two halves of about equal slots."""
     try:
-        yield _run_of(examples, items, spec, pipeline)
+        yield _planned_run(examples, items, spec, pipeline)
         return
     except PipelineError as error:
         if len(examples) == 1:
@@ -138,7 +138,7 @@ def _runs_of(
                 f"example {example} does not fit the pipeline by itself: {error}",
             ) from error
     for half in _halves(examples, items):
-        yield from _runs_of(half, items, spec, pipeline)
+        yield from _planned_runs(half, items, spec, pipeline)
 
 
 def _halves(examples: Longs, items: BatchItems) -> tuple[Longs, Longs]:
@@ -154,7 +154,7 @@ def _halves(examples: Longs, items: BatchItems) -> tuple[Longs, Longs]:
     return np.sort(by_slots[::2]), np.sort(by_slots[1::2])
 
 
-def _run_of(
+def _planned_run(
     examples: Longs,
     items: BatchItems,
     spec: PlanSpec,
@@ -165,7 +165,7 @@ def _run_of(
     began = time.perf_counter()
     rows = best_rows(possible, pipeline)
     graph = graph_of(rows, pipeline)
-    schedule, table, fallback = _scheduled(graph, pipeline)
+    schedule, table, fallback = _schedule_or_greedy(graph, pipeline)
     search_ms = 1e3 * (time.perf_counter() - began)
     validate(table, graph)
     return PlannedRun(rows, schedule, table, fallback, search_ms)
@@ -297,7 +297,7 @@ def schedule_of(graph: Graph, pipeline: PipelineSpec) -> Schedule:
     return _with_residuals(scheduler.make(graph, slots, pipeline.config.rollouts), slots)
 
 
-def _scheduled(graph: Graph, pipeline: PipelineSpec) -> tuple[Schedule, Table, bool]:
+def _schedule_or_greedy(graph: Graph, pipeline: PipelineSpec) -> tuple[Schedule, Table, bool]:
     """The schedule of a run (the configured one, or a greedy one if that cannot be kept or does not
     fit the slots), its table, and whether it is such a greedy replacement."""
     tables = pipeline.tables
@@ -324,7 +324,7 @@ def _with_residuals(schedule: Schedule, slots: Slots) -> Schedule:
 # ---------------------------------------------------------------------------- records
 
 
-def _joined(
+def _joined_plans(
     runs: Sequence[RunRows],
     items: BatchItems,
     spec: PlanSpec,
@@ -366,7 +366,7 @@ def _joined(
     return plans, arrivals
 
 
-def _records(runs: Sequence[PlannedRun]) -> tuple[PipelineRun, ...]:
+def _run_records(runs: Sequence[PlannedRun]) -> tuple[PipelineRun, ...]:
     """The records of the runs in the step plan."""
     records = []
     begin = dict.fromkeys(runs[0].rows.phases, 0) if runs else {}
@@ -384,7 +384,7 @@ def _records(runs: Sequence[PlannedRun]) -> tuple[PipelineRun, ...]:
     return tuple(records)
 
 
-def _statistics(runs: Sequence[PlannedRun]) -> dict[str, float]:
+def _pipeline_statistics(runs: Sequence[PlannedRun]) -> dict[str, float]:
     cost = sum(lockstep(run.schedule) for run in runs)
     ranks = runs[0].schedule.graph.ring.stages if runs else 1
     idle: Counter[str] = Counter()

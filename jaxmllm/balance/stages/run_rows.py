@@ -92,7 +92,7 @@ def pack_run(
     """
     if plan is None:
         plan = examples_in_microbatches(examples, items, spec, microbatches, deferral, capacity)
-    members, owner, chosen = _items_of(examples, items)
+    members, owner, chosen = _items_of_examples(examples, items)
     encoders = [name for name, phase in spec.phases.items() if not phase.has_loss]
     generators = [name for name, phase in spec.phases.items() if phase.phase.generates]
     language = spec.phases[LANGUAGE]
@@ -121,7 +121,7 @@ def pack_run(
     )
     phases = {name: phases[name] for name in spec.phases}
     sequences = {name: language_microbatch[owner[name]] for name in (*encoders, *generators)}
-    return _linked(phases, sequences, spec, rows_read, int(plan.deferred.sum()))
+    return _linked_rows(phases, sequences, spec, rows_read, int(plan.deferred.sum()))
 
 
 def _phase_rows(
@@ -172,8 +172,8 @@ def examples_in_microbatches(
 ) -> MicrobatchPlan:
     """Assign widest groups and microbatches to these examples. The only size that matters here is
     that of a language microbatch, `capacity` slots on a rank; None: those of the largest rows."""
-    _, owner, chosen = _items_of(examples, items)
-    loads = _loads(items, spec, chosen, owner, len(examples))
+    _, owner, chosen = _items_of_examples(examples, items)
+    loads = _phase_loads(items, spec, chosen, owner, len(examples))
     phase = spec.phases[LANGUAGE]
     if capacity is not None:
         loads[LANGUAGE] = replace(loads[LANGUAGE], capacity=capacity * phase.widest)
@@ -188,7 +188,7 @@ def capacities_to_try(examples: Longs, items: BatchItems, spec: PlanSpec) -> lis
     """Capacities of language rows that hold the longest of these examples on the widest groups,
     ascending; the largest capacity if none does."""
     phase = spec.phases[LANGUAGE]
-    *_, chosen = _items_of(examples, items)
+    *_, chosen = _items_of_examples(examples, items)
     longest = int(chosen[LANGUAGE].length.max(initial=0))
     capacities = _distinct_capacities(phase)
     holding = capacities[capacities * phase.widest >= longest].tolist()
@@ -206,7 +206,7 @@ def _distinct_capacities(phase: PhaseSpec) -> Longs:
     return np.unique(np.array(phase.capacities, np.int64))
 
 
-def _items_of(
+def _items_of_examples(
     examples: Longs,
     items: BatchItems,
 ) -> tuple[dict[str, Longs], dict[str, Longs], dict[str, PhaseItems]]:
@@ -258,7 +258,7 @@ def pack_rows(microbatch: Ints | Longs, slots: Longs, capacity: int) -> tuple[In
     return row.astype(np.int32), offset
 
 
-def _loads(
+def _phase_loads(
     items: BatchItems,
     spec: PlanSpec,
     chosen: Mapping[str, PhaseItems],
@@ -416,7 +416,7 @@ def _sharing_groups(
     return group
 
 
-def _linked(
+def _linked_rows(
     phases: dict[str, PhaseRows],
     sequences: Mapping[str, Longs],
     spec: PlanSpec,

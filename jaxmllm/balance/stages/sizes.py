@@ -80,24 +80,24 @@ def choose_pipeline(
       PipelineError: more stages than layers.
     """
     gather_cost = {inputs.name: inputs.gather_cost for inputs in phases}
-    reading = _reading([inputs.phase for inputs in phases], learns_text)
+    reading = _reading_of_phases([inputs.phase for inputs in phases], learns_text)
 
     def layers(capacities: Capacities, spans: Capacities) -> ChainLayers:
         return ChainLayers(model, trained, capacities, remat, spans, gather_cost, reading)
 
     trials = Trials(to_plan(samples), phases, config, layers, examples, largest, keeps)
-    sampled = _scheduled(*choose_sampled(trials))
+    sampled = _with_best_schedule(*choose_sampled(trials))
     by_rows = sorted(
         sampled.fitting,
         key=lambda run: -sum(phase_rows.count for phase_rows in run.phases.values()),
     )[:DECIDING]
-    training = _fitted(sampled.pipeline, by_rows)
-    evaluation = _fitted(replace(sampled.pipeline, backward=False), by_rows)
+    training = _fitted_pipeline(sampled.pipeline, by_rows)
+    evaluation = _fitted_pipeline(replace(sampled.pipeline, backward=False), by_rows)
     ticks = max(training.tables.ticks, evaluation.tables.ticks)
     return PipelineSizes(sampled.spec, _with_ticks(training, ticks), _with_ticks(evaluation, ticks))
 
 
-def _reading(phases: Sequence[Phase], learns_text: bool) -> Reading:
+def _reading_of_phases(phases: Sequence[Phase], learns_text: bool) -> Reading:
     """The `Reading` of these phases: who reads whom in a pipeline."""
     if not any(phase.generates for phase in phases):
         return USUAL
@@ -106,7 +106,7 @@ def _reading(phases: Sequence[Phase], learns_text: bool) -> Reading:
     return Reading(readers, language if learns_text else frozenset(), optional=language)
 
 
-def _scheduled(trials: Trials, sampled: Sampled) -> Sampled:
+def _with_best_schedule(trials: Trials, sampled: Sampled) -> Sampled:
     """The samples with the schedule, and the backward pass whole or split, that take the least time
     on some of them, where the config has `auto`; simpler ones are kept if others gain little."""
     config = trials.config
@@ -134,7 +134,7 @@ def _with_ticks(pipeline: PipelineSpec, ticks: int) -> PipelineSpec:
 # ---------------------------------------------------------------------------- slots and ticks
 
 
-def _fitted(generous: PipelineSpec, sampled: Sequence[RunRows]) -> PipelineSpec:
+def _fitted_pipeline(generous: PipelineSpec, sampled: Sequence[RunRows]) -> PipelineSpec:
     """The spec with as many slots and ticks as schedules of these samples use, and head room."""
     schedules: list[Schedule] = []
     for run in sampled:
@@ -160,7 +160,7 @@ def _fitted(generous: PipelineSpec, sampled: Sequence[RunRows]) -> PipelineSpec:
         }
     needed = slots_needed(schedules)
     slots = {
-        key: _slots_of(key, most_slots, needed.get(key, 0), generous)
+        key: _pool_slots(key, most_slots, needed.get(key, 0), generous)
         for key, most_slots in budget.items()
     }
     ticks = max((len(schedule.ticks) for schedule in schedules), default=1)
@@ -170,7 +170,7 @@ def _fitted(generous: PipelineSpec, sampled: Sequence[RunRows]) -> PipelineSpec:
     )
 
 
-def _slots_of(key: PoolKey, most: int, needed: int, pipeline: PipelineSpec) -> int:
+def _pool_slots(key: PoolKey, most: int, needed: int, pipeline: PipelineSpec) -> int:
     """Slots of a pool, up to `most`, where schedules of the samples need `needed`."""
     pool, chain = key
     tables = pipeline.tables

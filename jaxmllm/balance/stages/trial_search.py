@@ -114,7 +114,7 @@ class _Best:
         """Choose the capacities of a phase: one class, and one more as long as that gains enough.
         For media, then take the fullest rows that take no longer."""
         if len(self.capacities[name]) == 1:
-            for capacities in self._of_as_many_classes(name):
+            for capacities in self._candidates_for_smallest(name):
                 self._try(self.capacities | {name: capacities}, self.cut, CHOICE.capacity_worth)
         for classes in range(1, self.trials.inputs[name].row_classes):
             further = len(self.capacities[name]) == classes
@@ -128,12 +128,12 @@ class _Best:
             if len(self.capacities[name]) > classes:
                 continue
             one_more = self.trials.further(name, before, before[0])
-            if not self._fill(name, one_more, CHOICE.class_fill):
+            if not self._take_fullest(name, one_more, CHOICE.class_fill):
                 break
         if name != LANGUAGE:  # language rows decide which examples run together
-            self._fill(name, self._of_as_many_classes(name), 1.0, CHOICE.chance)
+            self._take_fullest(name, self._candidates_for_smallest(name), 1.0, CHOICE.chance)
 
-    def _of_as_many_classes(self, name: str) -> list[tuple[int, ...]]:
+    def _candidates_for_smallest(self, name: str) -> list[tuple[int, ...]]:
         """Candidate capacities that differ from the present ones only in the smallest."""
         *larger, _ = now = self.capacities[name]
         if larger:
@@ -142,7 +142,7 @@ class _Best:
         rows = max((run.phases[LANGUAGE].count for run, *_ in runs), default=1)
         return [(capacity,) for capacity in self.trials.candidates(name, rows)]
 
-    def _fill(
+    def _take_fullest(
         self, name: str, others: list[tuple[int, ...]], share: float, chance: float = 1.0
     ) -> bool:
         """Of the other capacities with less than `share` of the present slots and no more than

@@ -266,7 +266,7 @@ class Trials:
         spec = self.spec(capacities)
         runs = self.runs(capacities)
         of_samples = [run for of_batch in runs for run in of_batch]
-        alone = _alone(self.largest, spec)
+        alone = _single_example_runs(self.largest, spec)
         rows_read = _rows_read(of_samples, alone, self.read, self.config)
         rows = {
             name: _most_rows([*of_samples, *alone], name, len(phase.classes))
@@ -285,7 +285,7 @@ class Trials:
             {name: phase.capacities for name, phase in spec.phases.items()},
             {name: phase.spans for name, phase in spec.phases.items()},
         )
-        ring = _ring(layers, [of_batch[0] for of_batch in runs], self.config.stages, cut)
+        ring = _balanced_ring(layers, [of_batch[0] for of_batch in runs], self.config.stages, cut)
         costs = layers.costs(ring)
         ticks = len(ring.chains) * sum(map(sum, rows.values())) * CHOICE.ticks_per_row
         # "auto" means greedy until a schedule is chosen
@@ -385,7 +385,7 @@ def _segments(lengths: Longs, classes: tuple[RowClass, ...]) -> int:
     return ceil_divide(classes[0].slots, max(short, 1))
 
 
-def _alone(largest: Sequence[BatchItems], spec: PlanSpec) -> list[RunRows]:
+def _single_example_runs(largest: Sequence[BatchItems], spec: PlanSpec) -> list[RunRows]:
     """Each of these examples in a run by itself."""
     return [
         pack_run(np.array([example]), batch, spec, microbatches=1, deferral=False)
@@ -430,7 +430,7 @@ def _rows_read(
 # ---------------------------------------------------------------------------- stages
 
 
-def _ring(layers: ChainLayers, sampled: Sequence[RunRows], stages: int, cut: Cut) -> Ring:
+def _balanced_ring(layers: ChainLayers, sampled: Sequence[RunRows], stages: int, cut: Cut) -> Ring:
     """The ring whose stages are balanced for the average row of every phase."""
     squares = {}
     row_count = {}
