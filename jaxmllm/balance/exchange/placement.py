@@ -136,7 +136,7 @@ def _spread_media(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, tokens: L
     A rank that encodes as much as all others but takes in little has to send nearly all of it.
     """
     for span in _spans_with_a_choice(plan, spec):
-        movable = _movable(plan, items, spec, span, tokens)
+        movable = _movable_items(plan, items, spec, span, tokens)
         balance_ranks(movable.state, movable.groups)
         plan = movable.moved(plan)
     return plan
@@ -160,13 +160,13 @@ def swap_items(
     Args:
       destinations: of the groups of `span` ranks, whose rows swap items with one another.
     """
-    movable = _movable(plan, items, spec, span)
+    movable = _movable_items(plan, items, spec, span)
     reduce_traffic(movable.state, destinations.chosen(movable.items), least_benefit)
     return movable.moved(plan)
 
 
 @dataclass(frozen=True)
-class _Movable:
+class _MovableItems:
     """The items of a plan that are in rows of one span, with the state of these rows."""
 
     items: Longs  # [N]
@@ -195,9 +195,9 @@ class _Movable:
         return replace(plan, **changed)
 
 
-def _movable(
+def _movable_items(
     plan: PhasePlan, of_phase: PhaseItems, spec: PhaseSpec, span: int, tokens: Longs | None = None
-) -> _Movable:
+) -> _MovableItems:
     """The items in a plan's rows of one span, and how much these rows can still take.
 
     Args:
@@ -223,13 +223,13 @@ def _movable(
     rows = len(microbatches) * groups
     row_cost = sums_by(row_of, cost, rows).reshape(-1, groups)
     mean = row_cost.sum(axis=1, keepdims=True) // groups
-    microbatch_limit = _most(row_cost, mean // PLACEMENT_SEARCH.margin)
+    microbatch_limit = _row_limit(row_cost, mean // PLACEMENT_SEARCH.margin)
     # A row costs each of its ranks 1 / span of its own cost, so the room of the group's fullest
     # rank counts span times; the group's rows share it equally.
     group_room = rank_room.reshape(groups, span).min(axis=1) * span // max(len(microbatches), 1)
     cost_limit = row_cost + np.minimum(microbatch_limit - row_cost, group_room)
     row_attention = sums_by(row_of, attention, rows).reshape(-1, groups)
-    most_attention = _most(row_attention, mean // PLACEMENT_SEARCH.attention_margin)
+    most_attention = _row_limit(row_attention, mean // PLACEMENT_SEARCH.attention_margin)
     attention_limit = np.repeat(most_attention, groups)
 
     slots = np.repeat(plan.capacity[chosen].astype(np.int64) * span, groups)
@@ -245,10 +245,10 @@ def _movable(
         limits.append(0)  # so that `remaining` is minus the amount, as `balance_ranks` reads it
     state = RowState.from_limits(row_of, amounts, limits, rows)
     blocks = spec.row_blocks(plan.capacity[chosen], plan.span[chosen], groups)
-    return _Movable(items, state, microbatches, span, groups, slots, blocks)
+    return _MovableItems(items, state, microbatches, span, groups, slots, blocks)
 
 
-def _most(amount: Longs, margin: Longs) -> Longs:
+def _row_limit(amount: Longs, margin: Longs) -> Longs:
     """Limit on an amount [M, G] of the rows of each microbatch, [M, 1]: that of the row that has
     most, or a margin [M, 1] above the mean."""
     mean = amount.sum(axis=1, keepdims=True) // amount.shape[1]

@@ -44,10 +44,10 @@ class Ragged(Backend):
         self, round_: RouteRound, route: RouteSpec, *, local: Longs, ranks: Sequence[int]
     ) -> RouteTables:
         groups = route.grid.groups
-        sent, landing_there = _volumes(
+        sent, landing_there = _volumes_by_peer(
             round_.sender, round_.receiver, round_.tokens, ranks=ranks, grid=route.grid
         )
-        expected, landing_back = _volumes(
+        expected, landing_back = _volumes_by_peer(
             round_.receiver, round_.sender, round_.tokens, ranks=ranks, grid=route.grid
         )
         # Start of the tokens for each peer among those sent, and of the tokens from each peer in
@@ -137,7 +137,7 @@ class Ragged(Backend):
         )
 
 
-def _volumes(
+def _volumes_by_peer(
     rank_of: Ints, peer_of: Ints, tokens: Ints, *, ranks: Sequence[int], grid: ExchangeGrid
 ) -> tuple[Longs, Longs]:
     """Tokens that each of some exchange ranks sends to each peer, and tokens that its lower peers

@@ -68,7 +68,7 @@ def split_over_relays(
     rounds = 1
     direct_tokens = _choose_direct_tokens(sender, receiver, tokens, peers=peers, groups=groups)
     while True:
-        stretches = _split(
+        stretches = _stretches_in_rounds(
             sender,
             receiver,
             tokens,
@@ -84,7 +84,7 @@ def split_over_relays(
         direct_tokens //= 2
 
 
-def _split(
+def _stretches_in_rounds(
     sender: Longs,
     receiver: Longs,
     tokens: Longs,
@@ -244,7 +244,7 @@ def token_paths(
     Args:
       local: [X] negative for exchange ranks that are not among them.
     """
-    stretch, step = _passing(round_, peers=peers, groups=groups, local=local)
+    stretch, step = _local_tokens(round_, peers=peers, groups=groups, local=local)
     sender = round_.sender[stretch].astype(np.int64)
     receiver = round_.receiver[stretch].astype(np.int64)
     ordinal = round_.ordinal[stretch] + step
@@ -282,7 +282,9 @@ def token_paths(
     )
 
 
-def _passing(round_: RouteRound, *, peers: int, groups: int, local: Longs) -> tuple[Longs, Longs]:
+def _local_tokens(
+    round_: RouteRound, *, peers: int, groups: int, local: Longs
+) -> tuple[Longs, Longs]:
     """(stretch, number in it) of every token that a local rank sends, relays or receives."""
     has_local_end = (local[round_.sender] >= 0) | (local[round_.receiver] >= 0)
     near_stretch, near_step = tokens_of(np.flatnonzero(has_local_end), round_.tokens)

@@ -94,7 +94,7 @@ def plan_routes(
             skipped=of_phase.skipped.astype(np.int32),
             tokens=of_phase.tokens.astype(np.int32),
             arrival=arrivals[phase].astype(np.int32),
-            rounds=_rounds(traffic[phase], spec.routes[phase]),
+            rounds=_exchange_rounds(traffic[phase], spec.routes[phase]),
         )
         for phase, of_phase in pieces.items()
     }
@@ -201,7 +201,7 @@ def _arrivals(pieces: Mapping[str, Pieces], start: Ints, ranks: int) -> dict[str
 # ---------------------------------------------------------------------------- rounds
 
 
-def _rounds(traffic: list[Traffic], route: RouteSpec) -> tuple[RouteRound, ...]:
+def _exchange_rounds(traffic: list[Traffic], route: RouteSpec) -> tuple[RouteRound, ...]:
     """The rounds of all traffic of one exchange, ordered by (source pool, target pool)."""
     if not traffic:
         return ()
@@ -211,11 +211,11 @@ def _rounds(traffic: list[Traffic], route: RouteSpec) -> tuple[RouteRound, ...]:
     rounds: list[RouteRound] = []
     for key in np.unique(pools[joined.tokens > 0]).tolist():
         between = np.flatnonzero((pools == key) & (joined.tokens > 0))
-        rounds += _rounds_between(key // goals, key % goals, joined.chosen(between), route)
+        rounds += _rounds_between_pools(key // goals, key % goals, joined.chosen(between), route)
     return tuple(rounds)
 
 
-def _rounds_between(
+def _rounds_between_pools(
     source: int, target: int, traffic: Traffic, route: RouteSpec
 ) -> list[RouteRound]:
     """The rounds between two pools; tokens that stay on their exchange rank belong to the first."""

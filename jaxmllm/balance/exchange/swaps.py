@@ -55,7 +55,7 @@ class Destinations(NamedTuple):
         )
 
 
-class _Misplaced(NamedTuple):
+class _MisplacedItems(NamedTuple):
     """The items of each row that are outside their wanted block, as linked lists that end with N.
     When a sweep begins, lists start with the items of most tokens."""
 
@@ -63,7 +63,7 @@ class _Misplaced(NamedTuple):
     following: Longs  # [N] the next item of the same row
 
 
-class _Choices(NamedTuple):
+class _SwapChoices(NamedTuple):
     """Choices of one or two items that a row may give in a swap: all [choices]."""
 
     first: Longs
@@ -83,7 +83,7 @@ def reduce_traffic(state: RowState, destinations: Destinations, least_benefit: i
     """
     ranks_of_block = _ranks_of_block(destinations.block)
     most_tokens_first = np.argsort(-destinations.tokens, kind="stable")
-    while _sweep(state, destinations, ranks_of_block, most_tokens_first) >= least_benefit:
+    while _sweep_items(state, destinations, ranks_of_block, most_tokens_first) >= least_benefit:
         pass
 
 
@@ -99,20 +99,22 @@ def _ranks_of_block(block: Longs) -> Longs:
 
 
 @compiled
-def _sweep(state: RowState, destinations: Destinations, ranks_of_block: Longs, order: Longs) -> int:
+def _sweep_items(
+    state: RowState, destinations: Destinations, ranks_of_block: Longs, order: Longs
+) -> int:
     """Make the best swap of every misplaced item with a row of its block; return the benefit."""
     no_item = len(state.row_of)
     rows = state.remaining.shape[1]
-    misplaced = _Misplaced(np.full(rows, no_item), np.empty(no_item, np.int64))
+    misplaced = _MisplacedItems(np.full(rows, no_item), np.empty(no_item, np.int64))
     # Made once and overwritten for each item: making them takes longer than many a search.
-    outgoing = _no_choices(COMPANIONS)
-    incoming = _no_choices(MOST_PARTNERS + PARTNERS * PARTNERS)
+    outgoing = _empty_choices(COMPANIONS)
+    incoming = _empty_choices(MOST_PARTNERS + PARTNERS * PARTNERS)
     return _swap_in_order(state, destinations, ranks_of_block, order, misplaced, outgoing, incoming)
 
 
 @compiled
-def _no_choices(size: int) -> _Choices:
-    return _Choices(
+def _empty_choices(size: int) -> _SwapChoices:
+    return _SwapChoices(
         np.empty(size, np.int64),
         np.empty(size, np.int64),
         np.empty(size, np.int64),
@@ -127,30 +129,30 @@ def _swap_in_order(
     destinations: Destinations,
     ranks_of_block: Longs,
     order: Longs,
-    misplaced: _Misplaced,
-    outgoing: _Choices,
-    incoming: _Choices,
+    misplaced: _MisplacedItems,
+    outgoing: _SwapChoices,
+    incoming: _SwapChoices,
 ) -> int:
-    """The loops of `_sweep`: a leaf, because their work arrays are given."""
+    """The loops of `_sweep_items`: a leaf, because their work arrays are given."""
     ranks = len(destinations.node)
-    # `_add` puts items first in their row's list, so those of most tokens are added last.
+    # `_add_misplaced` puts items first in their row's list, so those of most tokens are added last.
     for position in range(len(order) - 1, -1, -1):
         item = order[position]
-        if not _in_block(destinations, item, state.row_of[item] % ranks):
-            _add(misplaced, state.row_of[item], item)
+        if not _is_in_block(destinations, item, state.row_of[item] % ranks):
+            _add_misplaced(misplaced, state.row_of[item], item)
     benefit = 0
     for item in order:
         source = state.row_of[item]
-        if _in_block(destinations, item, source % ranks):
+        if _is_in_block(destinations, item, source % ranks):
             continue
         best = _best_swap(state, destinations, misplaced, ranks_of_block, item, outgoing, incoming)
         gain, goal, companion, partner, second = best
         if gain:
             benefit += gain
-            _move(state, destinations, misplaced, item, source, goal)
-            _move(state, destinations, misplaced, companion, source, goal)
-            _move(state, destinations, misplaced, partner, goal, source)
-            _move(state, destinations, misplaced, second, goal, source)
+            _move_item(state, destinations, misplaced, item, source, goal)
+            _move_item(state, destinations, misplaced, companion, source, goal)
+            _move_item(state, destinations, misplaced, partner, goal, source)
+            _move_item(state, destinations, misplaced, second, goal, source)
     return benefit
 
 
@@ -158,11 +160,11 @@ def _swap_in_order(
 def _best_swap(
     state: RowState,
     destinations: Destinations,
-    misplaced: _Misplaced,
+    misplaced: _MisplacedItems,
     ranks_of_block: Longs,
     item: int,
-    outgoing: _Choices,
-    incoming: _Choices,
+    outgoing: _SwapChoices,
+    incoming: _SwapChoices,
 ) -> tuple[int, int, int, int, int]:
     """(benefit, row, companion, partner, second partner) of an item's best swap with a row of its
     block; N stands for no companion and no second partner. Among swaps of equal benefit, it is the
@@ -182,12 +184,12 @@ def _best_swap(
     for first_row in range(0, state.remaining.shape[1], ranks):
         for goal_rank in ranks_of_block[block]:
             goal = first_row + goal_rank
-            item_gain = _gain(destinations, item, source_rank, goal_rank)
+            item_gain = _move_gain(destinations, item, source_rank, goal_rank)
             max_out_gain = item_gain
             outgoing.gain[0] = item_gain
             for out_index in range(1, out_count):
                 companion = outgoing.second[out_index]
-                gain = item_gain + _gain(destinations, companion, source_rank, goal_rank)
+                gain = item_gain + _move_gain(destinations, companion, source_rank, goal_rank)
                 outgoing.gain[out_index] = gain
                 max_out_gain = max(max_out_gain, gain)
             # Choices of the other row that gain less than this cannot be part of a swap as good as
@@ -229,7 +231,7 @@ def _best_swap(
                         continue
                     passed = (outgoing.first[out_index], outgoing.second[out_index])
                     returned = (incoming.first[in_index], incoming.second[in_index])
-                    if _fits(state, source, goal, passed, returned):
+                    if _swap_fits(state, source, goal, passed, returned):
                         best_gain = gain
                         best_miss = miss
                         best_order = order
@@ -238,7 +240,9 @@ def _best_swap(
 
 
 @compiled_leaf
-def _list_outgoing(state: RowState, misplaced: _Misplaced, item: int, outgoing: _Choices) -> int:
+def _list_outgoing(
+    state: RowState, misplaced: _MisplacedItems, item: int, outgoing: _SwapChoices
+) -> int:
     """List an item alone and with each of its companions; return how many choices there are."""
     no_item = len(state.row_of)
     outgoing.first[:] = item
@@ -261,11 +265,11 @@ def _list_outgoing(state: RowState, misplaced: _Misplaced, item: int, outgoing: 
 def _list_incoming(
     state: RowState,
     destinations: Destinations,
-    misplaced: _Misplaced,
+    misplaced: _MisplacedItems,
     goal: int,
     source: int,
     least_gain: int,
-    incoming: _Choices,
+    incoming: _SwapChoices,
 ) -> int:
     """List the first misplaced items of row `goal`, alone and a few of them in pairs, whose move to
     row `source` gains at least `least_gain`; return how many choices there are."""
@@ -280,7 +284,7 @@ def _list_incoming(
         partners += 1
         slots = state.amounts[SLOTS, partner]
         cost = state.amounts[COST, partner]
-        partner_gain = _gain(destinations, partner, goal_rank, source_rank)
+        partner_gain = _move_gain(destinations, partner, goal_rank, source_rank)
         if partner_gain >= least_gain:
             incoming.first[choices] = partner
             incoming.second[choices] = no_item
@@ -292,7 +296,7 @@ def _list_incoming(
             # Pairs with the items before it in the list, so that every pair is listed once.
             second = misplaced.first[goal]
             while second != partner:
-                gain = partner_gain + _gain(destinations, second, goal_rank, source_rank)
+                gain = partner_gain + _move_gain(destinations, second, goal_rank, source_rank)
                 if gain >= least_gain:
                     incoming.first[choices] = partner
                     incoming.second[choices] = second
@@ -306,12 +310,12 @@ def _list_incoming(
 
 
 @compiled_leaf
-def _in_block(destinations: Destinations, item: int, rank: int) -> bool:
+def _is_in_block(destinations: Destinations, item: int, rank: int) -> bool:
     return destinations.block[rank] == destinations.wanted_block[item]
 
 
 @compiled_leaf
-def _gain(destinations: Destinations, item: int, from_rank: int, to_rank: int) -> int:
+def _move_gain(destinations: Destinations, item: int, from_rank: int, to_rank: int) -> int:
     """Benefit gained by moving an item; 0 for no item (N)."""
     if item == len(destinations.tokens):
         return 0
@@ -323,7 +327,7 @@ def _gain(destinations: Destinations, item: int, from_rank: int, to_rank: int) -
 
 
 @compiled_leaf
-def _fits(
+def _swap_fits(
     state: RowState, source: int, goal: int, outgoing: tuple[int, int], incoming: tuple[int, int]
 ) -> bool:
     """Whether both rows can take the items that they would get."""
@@ -338,10 +342,10 @@ def _fits(
 
 
 @compiled_leaf
-def _move(
+def _move_item(
     state: RowState,
     destinations: Destinations,
-    misplaced: _Misplaced,
+    misplaced: _MisplacedItems,
     item: int,
     source: int,
     goal: int,
@@ -362,11 +366,11 @@ def _move(
         while misplaced.following[previous] != item:
             previous = misplaced.following[previous]
         misplaced.following[previous] = misplaced.following[item]
-    if not _in_block(destinations, item, goal % len(destinations.node)):
-        _add(misplaced, goal, item)
+    if not _is_in_block(destinations, item, goal % len(destinations.node)):
+        _add_misplaced(misplaced, goal, item)
 
 
 @compiled_leaf
-def _add(misplaced: _Misplaced, row: int, item: int) -> None:
+def _add_misplaced(misplaced: _MisplacedItems, row: int, item: int) -> None:
     misplaced.following[item] = misplaced.first[row]
     misplaced.first[row] = item
