@@ -68,9 +68,9 @@ def _validate_phase(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> None
     if not size:
         _require(plan.microbatches == 0, phase, "rows without items")
         return
-    in_range = _within(plan.microbatch, plan.microbatches)
+    in_range = _all_in_range(plan.microbatch, plan.microbatches)
     _require(in_range, phase, "a microbatch number is out of range")
-    _require(_within(plan.rank, spec.ranks), phase, "a rank number is out of range")
+    _require(_all_in_range(plan.rank, spec.ranks), phase, "a rank number is out of range")
     span = plan.span[plan.microbatch]
     row_slots = plan.capacity[plan.microbatch].astype(np.int64) * span
     end = plan.offset + items.length
@@ -129,7 +129,7 @@ def _validate_pools(
     row_end = plan.pool_offset + plan.capacity // spec.phases[phase].slots_per_token
     _require((row_end <= route.encoder_pool).all(), phase, "a row reaches beyond its encoder pool")
     _require(
-        _within(arrival[:, 2], route.language_pool),
+        _all_in_range(arrival[:, 2], route.language_pool),
         phase,
         "a token arrives beyond its language pool",
     )
@@ -192,7 +192,7 @@ def _validate_round(owner: str, round_: RouteRound, route: RouteSpec) -> None:
     _require(problem is None, owner, str(problem))
 
 
-def _within(numbers: Ints | Longs, end: int) -> bool:
+def _all_in_range(numbers: Ints | Longs, end: int) -> bool:
     return bool(((numbers >= 0) & (numbers < end)).all())
 
 

@@ -110,10 +110,10 @@ class Calibration(Section):
         differences = []
         if device is not None and device != self.device:
             differences.append(f"was measured on {self.device!r}, but this run is on {device!r}")
-        if mesh is not None and _split(mesh) != (measured_split := _split(self.mesh)):
+        if mesh is not None and _row_axes(mesh) != (measured_split := _row_axes(self.mesh)):
             differences.append(
                 f"was measured with rows split by {measured_split or 'nothing'}, but this run's are by "
-                f"{_split(mesh) or 'nothing'}"
+                f"{_row_axes(mesh) or 'nothing'}"
             )
         for phase, dtype in (dtypes or {}).items():
             if dtype != (measured := self.phases[phase].dtype):
@@ -130,7 +130,7 @@ class Calibration(Section):
         return differences
 
 
-def _split(mesh: Mapping[str, int]) -> dict[str, int]:
+def _row_axes(mesh: Mapping[str, int]) -> dict[str, int]:
     """The axes along which several devices compute the same layers of a row together; only these
     change how long a row takes."""
     return {axis: size for axis, size in mesh.items() if size > 1 and axis in ("context", "tensor")}

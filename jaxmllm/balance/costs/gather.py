@@ -47,7 +47,7 @@ def gathered_bytes(
     Args:
       number_bytes: bytes of an element of a key or a value.
     """
-    return float(_numbers(model, phase)) * number_bytes
+    return float(_key_value_numbers(model, phase)) * number_bytes
 
 
 def flops_per_byte(platform: str) -> int:
@@ -67,7 +67,7 @@ def gather_cost(model: ModelConfig, phase: str, per_byte: float) -> int:
     return round(received * per_byte * GATHER_PRICE.exposed)
 
 
-def _numbers(model: ModelConfig, phase: str) -> Fraction:
+def _key_value_numbers(model: ModelConfig, phase: str) -> Fraction:
     """Elements of the keys and values of one slot in all layers."""
     config: LanguageConfig | TowerConfig | DiffusionConfig = getattr(model, phase)
     if isinstance(config, LanguageConfig):
