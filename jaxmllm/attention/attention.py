@@ -113,7 +113,7 @@ def attention(
     Raises `ValueError` if the shapes do not fit each other, or a kernel that was asked for by name
     does not take these inputs.
     """
-    return _checked(q, k, v, mask, scale, kernel)[0]
+    return _checked_attention(q, k, v, mask, scale, kernel)[0]
 
 
 def attention_and_logsumexp(
@@ -130,10 +130,10 @@ def attention_and_logsumexp(
     the kernel "cudnn" is refused: it has no gradient of the logsumexp."""
     if kernel == "cudnn":
         raise ValueError("attention: the cudnn kernel has no gradient of a logsumexp")
-    return _checked(q, k, v, mask, scale, kernel)
+    return _checked_attention(q, k, v, mask, scale, kernel)
 
 
-def _checked(
+def _checked_attention(
     q: Array, k: Array, v: Array, mask: Mask, scale: float | None, kernel: Kernel
 ) -> tuple[Array, Array]:
     _check_shapes(q, k, v, mask)
@@ -145,7 +145,7 @@ def _checked(
             f"attention: the {kernel} kernel needs {needs}; set components.<name>.attention to auto or jax, or change "
             "that component's model or compute_dtype, or phases.<name>.block"
         )
-    return _attention(kernel, _scale(q) if scale is None else scale, q, k, v, mask)
+    return _attention(kernel, _default_scale(q) if scale is None else scale, q, k, v, mask)
 
 
 def with_repeated_key(
@@ -170,7 +170,7 @@ def with_repeated_key(
     wide = logsumexp.dtype
     out, q, key, value = (x.astype(wide) for x in (out, q, key, value))
     logits = slot_dots(q, key)
-    logits = logits * (_scale(q) if scale is None else scale)
+    logits = logits * (_default_scale(q) if scale is None else scale)
     times = count[..., None]
     sees = jnp.isfinite(logsumexp)
     # With n = count, the key's share of the softmax is n e^l / (n e^l + e^logsumexp): a sigmoid.
@@ -180,7 +180,7 @@ def with_repeated_key(
     return (out + times_factors(value - out, share)).astype(dtype)
 
 
-def _scale(q: Array) -> float:
+def _default_scale(q: Array) -> float:
     size: int = q.shape[-1]
     return size**-0.5
 
@@ -195,7 +195,7 @@ def _attention(
 def _forward(
     kernel: Kernel, scale: float, q: Array, k: Array, v: Array, mask: Mask
 ) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
-    forward = _choose(kernel, scale, q, mask, "forward")
+    forward = _kernel_function(kernel, scale, q, mask, "forward")
     # The output that is returned must be the named one, too, or the kernel would run again for it
     out, logsumexp = checkpoint_name(forward(q, k, v, mask), "attention")
     return (out, logsumexp), (q, k, v, mask, out, logsumexp)
@@ -206,7 +206,7 @@ def _backward(
 ) -> tuple[Array, Array, Array, None]:
     q, k, v, mask, out, logsumexp = residuals
     d_out, d_logsumexp = gradients
-    backward = _choose(kernel, scale, q, mask, "backward")
+    backward = _kernel_function(kernel, scale, q, mask, "backward")
     if kernel == "cudnn":
         return *backward(q, k, v, mask, out, logsumexp, d_out), None
     # The gradient of a logit is its weight times (d_out . value - delta)
@@ -218,7 +218,9 @@ def _backward(
 _attention.defvjp(_forward, _backward)
 
 
-def _choose(kernel: Kernel, scale: float, q: Array, mask: Mask, way: str) -> Callable[..., Any]:
+def _kernel_function(
+    kernel: Kernel, scale: float, q: Array, mask: Mask, way: str
+) -> Callable[..., Any]:
     """The function "forward" or "backward" of a kernel, chosen by platform where it is lowered."""
     if kernel == "cudnn":
         interpreted = partial(getattr(kernel_cudnn, f"interpreted_{way}"), scale)

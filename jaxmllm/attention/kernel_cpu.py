@@ -2,7 +2,7 @@
 
     q, k, v, mask --jax.ffi.ffi_call--> XLA --> _handler --> _thread, one for each worker
                                                                 _forward, or _backward
-                                                                    _product: BLAS     _exp     _hide_queries
+                                                                    _multiply: BLAS     _exp     _hide_queries
 
 The mathematics is that of kernel_jax.py, whose loops XLA runs on one core, starting every product
 separately. Here the cores of a device share a call, tiles are cut or joined to products that BLAS
@@ -62,7 +62,7 @@ def unsupported_reason(dtype: Any) -> str | None:
 
 def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Array, Array]:
     """As `kernel_jax.forward`, for float32; for CPUs."""
-    results = _like(q), jax.ShapeDtypeStruct(q.shape[:3], q.dtype)
+    results = _shape_of(q), jax.ShapeDtypeStruct(q.shape[:3], q.dtype)
     inputs = q, k, v, *_columns(mask.queries), *_columns(mask.keys), *mask.query_tiles
     shares = q.shape[0] * k.shape[2] * mask.query_tiles.spans.shape[1]
     out, logsumexp = _call(scale, results, inputs, shares)
@@ -80,14 +80,14 @@ def backward(
     d_out: Array,
 ) -> tuple[Array, Array, Array]:
     """As `kernel_jax.backward`, for float32; for CPUs."""
-    results = _like(q), _like(k), _like(v)
+    results = _shape_of(q), _shape_of(k), _shape_of(v)
     inputs = q, k, v, *_columns(mask.queries), *_columns(mask.keys), *mask.key_tiles
     shares = q.shape[0] * k.shape[2]
     dq, dk, dv = _call(scale, results, (*inputs, delta, logsumexp, d_out), shares)
     return dq, dk, dv
 
 
-def _like(x: Array) -> jax.ShapeDtypeStruct:
+def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
@@ -139,25 +139,25 @@ def _forward(frame: int, worker: int, workers: int) -> None:
     parts = -(-workers // (rows * key_heads))
     products = _workspace()
     runs = np.empty((_most_runs(k.shape[1], block, together), 3), np.int64)
-    keys = _matrix(k.shape[1], size)
-    values = _matrix(k.shape[1], size)
+    keys = _empty_matrix(k.shape[1], size)
+    values = _empty_matrix(k.shape[1], size)
     # Queries are neighbours in memory, so that maxima and sums over keys are vector instructions
-    weights = _matrix(together, side)
-    queries = _matrix(size, side)
-    total = _matrix(side, size)
-    maximum = _vector(side)
-    shrink = _vector(side)
-    norm = _vector(side)
+    weights = _empty_matrix(together, side)
+    queries = _empty_matrix(size, side)
+    total = _empty_matrix(side, size)
+    maximum = _empty_vector(side)
+    shrink = _empty_vector(side)
+    norm = _empty_vector(side)
     # A task is a key head of a row, with every parts-th tile of the queries of its heads.
     for task in range(worker, rows * key_heads * parts, workers):
         r = task // (key_heads * parts)
         g = task // parts % key_heads
         part = task % parts
-        _load(k, r, g, keys)
-        _load(v, r, g, values)
+        _load_head(k, r, g, keys)
+        _load_head(v, r, g, values)
         for first_query in range(part * side, slots, parts * side):
             query = slice(first_query, first_query + side)
-            query_ids = _ids(frame, QUERY_IDS, r, query)
+            query_ids = _token_ids(frame, QUERY_IDS, r, query)
             run_count = _list_runs(spans[r, first_query // block], blocks[r], block, together, runs)
             for h in range(g * of_key_head, (g + 1) * of_key_head):
                 _transpose(q[r, query, h], queries)
@@ -170,9 +170,9 @@ def _forward(frame: int, worker: int, workers: int) -> None:
                     key = slice(first_key, first_key + length)
                     tile = weights[:length]
                     # Logits [keys, queries]
-                    _product(products, scale, keys[key], queries, 0, tile)
+                    _multiply(products, scale, keys[key], queries, 0, tile)
                     if partial:
-                        _hide_queries(tile, _ids(frame, KEY_IDS, r, key), query_ids)
+                        _hide_queries(tile, _token_ids(frame, KEY_IDS, r, key), query_ids)
                     # `shrink` is first the old maximum, then the factor of the new one on norm and
                     # total.
                     shrink[:] = maximum
@@ -189,7 +189,7 @@ def _forward(frame: int, worker: int, workers: int) -> None:
                         for c in range(side):
                             tile[t, c] = _exp(tile[t, c] - maximum[c])
                             norm[c] += tile[t, c]
-                    _product_of_transposed(products, 1, tile, values[key], 1, total)
+                    _multiply_transposed(products, 1, tile, values[key], 1, total)
                 for c in range(side):
                     seen = norm[c] > 0
                     share = 1 / norm[c] if seen else ONE
@@ -223,35 +223,35 @@ def _backward(frame: int, worker: int, workers: int) -> None:
     side, together = _product_sides(block, size)
     products = _workspace()
     runs = np.empty((_most_runs(slots, block, together), 3), np.int64)
-    queries = _matrix(slots, size)
-    d_queries = _matrix(slots, size)
-    d_outs = _matrix(slots, size)
-    keys = _matrix(k.shape[1], size)
-    d_keys = _matrix(k.shape[1], size)
-    values = _matrix(k.shape[1], size)
-    d_values = _matrix(k.shape[1], size)
-    keys_across = _matrix(size, side)
-    values_across = _matrix(size, side)
-    weights = _matrix(together, side)
-    d_weights = _matrix(together, side)
-    sums = _vector(slots)
-    deltas = _vector(slots)
+    queries = _empty_matrix(slots, size)
+    d_queries = _empty_matrix(slots, size)
+    d_outs = _empty_matrix(slots, size)
+    keys = _empty_matrix(k.shape[1], size)
+    d_keys = _empty_matrix(k.shape[1], size)
+    values = _empty_matrix(k.shape[1], size)
+    d_values = _empty_matrix(k.shape[1], size)
+    keys_across = _empty_matrix(size, side)
+    values_across = _empty_matrix(size, side)
+    weights = _empty_matrix(together, side)
+    d_weights = _empty_matrix(together, side)
+    sums = _empty_vector(slots)
+    deltas = _empty_vector(slots)
     for task in range(worker, rows * key_heads, workers):
         r, g = divmod(task, key_heads)
-        _load(k, r, g, keys)
-        _load(v, r, g, values)
+        _load_head(k, r, g, keys)
+        _load_head(v, r, g, values)
         d_keys[:] = 0
         d_values[:] = 0
         for h in range(g * of_key_head, (g + 1) * of_key_head):
-            _load(q, r, h, queries)
-            _load(d_out, r, h, d_outs)
+            _load_head(q, r, h, queries)
+            _load_head(d_out, r, h, d_outs)
             sums[:] = logsumexp[r, :, h]
             deltas[:] = delta[r, :, h]
             # d_keys and d_values add up over the heads of the group, d_queries over a head's tiles.
             d_queries[:] = 0
             for first_key in range(0, k.shape[1], side):
                 key = slice(first_key, first_key + side)
-                key_ids = _ids(frame, KEY_IDS, r, key)
+                key_ids = _token_ids(frame, KEY_IDS, r, key)
                 _transpose(keys[key], keys_across)
                 _transpose(values[key], values_across)
                 span = spans[r, first_key // block]
@@ -260,27 +260,27 @@ def _backward(frame: int, worker: int, workers: int) -> None:
                     query = slice(first_query, first_query + length)
                     tile = weights[:length]
                     d_tile = d_weights[:length]
-                    _product(products, scale, queries[query], keys_across, 0, tile)
+                    _multiply(products, scale, queries[query], keys_across, 0, tile)
                     if partial:
-                        _hide_keys(tile, _ids(frame, QUERY_IDS, r, query), key_ids)
-                    _product(products, 1, d_outs[query], values_across, 0, d_tile)
+                        _hide_keys(tile, _token_ids(frame, QUERY_IDS, r, query), key_ids)
+                    _multiply(products, 1, d_outs[query], values_across, 0, d_tile)
                     _weigh(tile, d_tile, sums[query], deltas[query])
-                    _product_of_transposed(products, 1, tile, d_outs[query], 1, d_values[key])
-                    _product_of_transposed(products, scale, d_tile, queries[query], 1, d_keys[key])
-                    _product(products, scale, d_tile, keys[key], 1, d_queries[query])
-            _store(d_queries, dq, r, h)
-        _store(d_keys, dk, r, g)
-        _store(d_values, dv, r, g)
+                    _multiply_transposed(products, 1, tile, d_outs[query], 1, d_values[key])
+                    _multiply_transposed(products, scale, d_tile, queries[query], 1, d_keys[key])
+                    _multiply(products, scale, d_tile, keys[key], 1, d_queries[query])
+            _store_head(d_queries, dq, r, h)
+        _store_head(d_keys, dk, r, g)
+        _store_head(d_values, dv, r, g)
 
 
 @compiled
-def _matrix(rows: int, columns: int) -> Singles:
+def _empty_matrix(rows: int, columns: int) -> Singles:
     # Memory of its own: LLVM makes no vector instructions of a loop over two parts of one array
     return np.empty((rows, columns), np.float32)
 
 
 @compiled
-def _vector(size: int) -> Singles:
+def _empty_vector(size: int) -> Singles:
     return np.empty(size, np.float32)
 
 
@@ -374,7 +374,7 @@ def _weigh(tile: Singles, d_tile: Singles, sums: Singles, deltas: Singles) -> No
 
 
 @compiled_leaf
-def _load(x: Singles, row: int, head: int, y: Singles) -> None:
+def _load_head(x: Singles, row: int, head: int, y: Singles) -> None:
     """Copy a head of a row to `y`, where its slots are neighbours: products are then faster."""
     for c in range(y.shape[0]):
         for e in range(y.shape[1]):
@@ -382,7 +382,7 @@ def _load(x: Singles, row: int, head: int, y: Singles) -> None:
 
 
 @compiled_leaf
-def _store(x: Singles, y: Singles, row: int, head: int) -> None:
+def _store_head(x: Singles, y: Singles, row: int, head: int) -> None:
     for c in range(x.shape[0]):
         for e in range(x.shape[1]):
             y[row, c, head, e] = x[c, e]
@@ -450,7 +450,7 @@ def _workspace() -> Workspace:
 
 
 @compiled_leaf
-def _product(
+def _multiply(
     told: Workspace, alpha: float, x: Singles, y: Singles, beta: float, z: Singles
 ) -> None:
     """z = alpha x @ y + beta z"""
@@ -458,7 +458,7 @@ def _product(
 
 
 @compiled_leaf
-def _product_of_transposed(
+def _multiply_transposed(
     told: Workspace, alpha: float, x: Singles, y: Singles, beta: float, z: Singles
 ) -> None:
     """z = alpha x.T @ y + beta z"""
@@ -548,19 +548,19 @@ def _result(frame: int, i: int) -> Longs:
 
 
 @compiled
-def _attribute(frame: int, i: int) -> Any:
+def _attribute_address(frame: int, i: int) -> Any:
     """Address of the value of a static argument; such arguments are in the order of their names."""
     return _pointer(_words(_words(_words(frame, FRAME)[ATTRIBUTES], i + 1)[i], SCALAR)[VALUE])
 
 
 @compiled
 def _scale(frame: int) -> float:
-    return carray(_attribute(frame, 0), 1, np.float32)[0]
+    return carray(_attribute_address(frame, 0), 1, np.float32)[0]
 
 
 @compiled
 def _workers(frame: int) -> int:
-    return carray(_attribute(frame, 1), 1, np.int64)[0]
+    return carray(_attribute_address(frame, 1), 1, np.int64)[0]
 
 
 @compiled
@@ -588,7 +588,7 @@ def _integers2(buffer: Longs) -> Ints:
 
 
 @compiled
-def _ids(frame: int, first: int, row: int, slots: slice) -> Columns:
+def _token_ids(frame: int, first: int, row: int, slots: slice) -> Columns:
     """The columns of `TokenIds` for some slots of a row: arguments `first` to `first` + 3."""
     return (
         _integers2(_argument(frame, first))[row, slots],
@@ -603,7 +603,7 @@ def _ids(frame: int, first: int, row: int, slots: slice) -> Columns:
 TARGET = "jaxmllm_attention"  # name in compiled programs, which are kept on disk
 THREAD = "jaxmllm_attention_thread"
 TOLD = 4  # words for each thread: its handle, then frame, worker and workers
-_called_thread = types.ExternalFunction(THREAD, types.intp(types.intp))
+_call_thread = types.ExternalFunction(THREAD, types.intp(types.intp))
 _pthread_create = types.ExternalFunction("pthread_create", types.int32(*[types.intp] * 4))
 _pthread_join = types.ExternalFunction("pthread_join", types.int32(types.intp, types.intp))
 
@@ -638,8 +638,8 @@ def _handler(frame: int) -> int:
         of_thread = told[worker].ctypes.data
         if worker and _pthread_create(of_thread, 0, _thread_address(), of_thread):
             told[worker, 0] = 0  # no more threads can be started: the share runs here
-            _called_thread(of_thread)
-    _called_thread(told[0].ctypes.data)
+            _call_thread(of_thread)
+    _call_thread(told[0].ctypes.data)
     # Reading `told` here keeps it until the threads end: numba frees an array after its last use.
     for worker in range(1, workers):
         if told[worker, 0]:

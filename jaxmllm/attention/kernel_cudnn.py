@@ -111,7 +111,7 @@ def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Arr
         jax.ShapeDtypeStruct((1, heads, rows * slots, size), q.dtype),
         jax.ShapeDtypeStruct((packing.most, heads, rows * slots), jnp.float32),
     )
-    inputs = (*map(_end_to_end, (q, k, v)), *packing.operands)
+    inputs = (*map(_rows_end_to_end, (q, k, v)), *packing.operands)
     out, sums = _call(FORWARD, scale, q, mask, packing, inputs, results)
     real = packing.real[:, None]
     # In `sums` [M, H, T], slots are counted from a sequence's own first token on. Two index arrays
@@ -139,7 +139,7 @@ def backward(
     of_slots = jnp.where(packing.real[:, None], logsumexp.reshape(-1, q.shape[2]), 0)
     slots = packing.starts[:, None] + jnp.arange(len(of_slots))
     sums = of_slots.at[slots].get(mode="fill", fill_value=0).swapaxes(1, 2)
-    inputs = (*map(_end_to_end, (q, k, v)), sums, *map(_end_to_end, (d_out, out)))
+    inputs = (*map(_rows_end_to_end, (q, k, v)), sums, *map(_rows_end_to_end, (d_out, out)))
     of_keys = jax.ShapeDtypeStruct((1, k.shape[2], len(of_slots), k.shape[3]), k.dtype)
     results = (jax.ShapeDtypeStruct((1, q.shape[2], *of_keys.shape[2:]), q.dtype), of_keys, of_keys)
     gradients = _call(BACKWARD, scale, q, mask, packing, (*inputs, *packing.operands), results)
@@ -152,7 +152,7 @@ def interpreted_forward(
     scale: float, q: Array, k: Array, v: Array, mask: Mask
 ) -> tuple[Array, Array]:
     """`forward` on any platform."""
-    return kernel_jax.forward(scale, q, k, v, _by_runs(mask, q.shape[1]))
+    return kernel_jax.forward(scale, q, k, v, _mask_of_runs(mask, q.shape[1]))
 
 
 def interpreted_backward(
@@ -168,7 +168,7 @@ def interpreted_backward(
     """`backward` on any platform."""
     wide = logsumexp.dtype
     delta = (d_out.astype(wide) * out.astype(wide)).sum(axis=-1)
-    mask = _by_runs(mask, q.shape[1])
+    mask = _mask_of_runs(mask, q.shape[1])
     return kernel_jax.backward(scale, q, k, v, mask, delta, logsumexp, d_out)
 
 
@@ -219,13 +219,13 @@ def _runs_of_slots(runs: Array, slots: int) -> tuple[Array, Array, Array]:
     return run, jnp.clip(inside, 0, slots - 1), holds.any(axis=1)
 
 
-def _by_runs(mask: Mask, slots: int) -> Mask:
+def _mask_of_runs(mask: Mask, slots: int) -> Mask:
     """The mask with the ids of its documents' runs, which are all that cuDNN knows of it."""
     ids = mask.documents.ids(slots)
     return mask._replace(queries=ids, keys=ids)
 
 
-def _end_to_end(x: Array) -> Array:
+def _rows_end_to_end(x: Array) -> Array:
     """[B, C, H, K] -> [1, T, H, K]"""
     return x.reshape(1, -1, *x.shape[2:])
 

@@ -96,7 +96,7 @@ def forward(
 ) -> tuple[Array, Array]:
     """As `kernel_jax.forward`; `interpret` runs the kernel on any platform, slowly."""
     rows, slots, heads, _ = q.shape
-    cut = _cut(q, mask, own=128, stages=_forward_stages())
+    cut = _choose_cut(q, mask, own=128, stages=_forward_stages())
     own, keys, sums = _query_specs(cut, heads // k.shape[2], k.shape[1])
     out, logsumexp = pl.pallas_call(
         partial(_forward_kernel, scale, cut),
@@ -129,7 +129,7 @@ def backward(
     """As `kernel_jax.backward`; `interpret` runs the kernels on any platform, slowly."""
     (rows, slots, heads, _), (_, key_slots, key_heads, _) = q.shape, k.shape
     group = heads // key_heads
-    cut = _cut(q, mask, own=64, stages=2)
+    cut = _choose_cut(q, mask, own=64, stages=2)
     call = partial(pl.pallas_call, compiler_params=cut.compiler_params, interpret=interpret)
     # [B, H, C], so that the numbers of a tile are neighbours in memory.
     sums_of_tiles = LOG2_E * logsumexp.swapaxes(1, 2), delta.swapaxes(1, 2)
@@ -137,7 +137,7 @@ def backward(
 
     own, keys, sums = _query_specs(cut, group, key_slots)
     dq = call(
-        partial(_queries_kernel, scale, cut),
+        partial(_query_gradients_kernel, scale, cut),
         grid=(slots // cut.own, heads, rows),
         in_specs=[
             own,
@@ -157,7 +157,7 @@ def backward(
     queries = pl.BlockSpec((None, slots, group, cut.columns), lambda j, g, r: (r, 0, g, 0))
     sums = pl.BlockSpec((None, group, slots), lambda j, g, r: (r, g, 0))
     dk, dv = call(
-        partial(_keys_kernel, scale, cut, group),
+        partial(_key_gradients_kernel, scale, cut, group),
         grid=(key_slots // cut.own, key_heads, rows),
         in_specs=[
             queries,
@@ -184,7 +184,7 @@ def _forward_stages() -> int:
     return 2 if capability in SMALL_MEMORY else 3
 
 
-def _cut(q: Array, mask: Mask, own: int, stages: int) -> Cut:
+def _choose_cut(q: Array, mask: Mask, own: int, stages: int) -> Cut:
     # Of 18 sizes measured for heads of 128 and 64 numbers on an H100, the best or nearly so
     # (docs/performance.md)
     head = q.shape[-1]
@@ -232,14 +232,14 @@ def _forward_kernel(
     out_ref: Ref,
     logsumexp_ref: Ref,
 ) -> None:
-    q = _load(cut, q_ref, slice(None))
+    q = _load_columns(cut, q_ref, slice(None))
     ids = _column(query_ids, slice(None))
 
     def meet(
         masked: bool, slots: Any, sums: tuple[Array, Array, Columns]
     ) -> tuple[Array, Array, Columns]:
         maximum, total, out = sums
-        logits = scale * LOG2_E * _dot_transposed(q, _load(cut, k_ref, slots))
+        logits = scale * LOG2_E * _dot_transposed(q, _load_columns(cut, k_ref, slots))
         if masked:
             logits = jnp.where(visible(ids, _row(key_ids, slots)), logits, -jnp.inf)
         new = jnp.maximum(maximum, logits.max(axis=1))
@@ -249,21 +249,21 @@ def _forward_kernel(
         return (
             new,
             total * shrink + weights.sum(axis=1),
-            _add_dot(out, weights, _load(cut, v_ref, slots)),
+            _add_dot(out, weights, _load_columns(cut, v_ref, slots)),
         )
 
     # The first maximum is finite, so that exp2(-inf - maximum) is 0 and not NaN where nothing has
     # been seen yet.
     maximum = jnp.full((cut.own,), np.finfo(np.float32).min, jnp.float32)
     sums = maximum, jnp.zeros((cut.own,), jnp.float32), _zeros(cut)
-    maximum, total, out = _over_tiles(cut, tiles, meet, sums)
+    maximum, total, out = _loop_over_tiles(cut, tiles, meet, sums)
     seen = total > 0
     total = jnp.where(seen, total, 1.0)
-    _store(cut, out_ref, [x / total[:, None] for x in out])
+    _store_columns(cut, out_ref, [x / total[:, None] for x in out])
     logsumexp_ref[...] = jnp.where(seen, (maximum + jnp.log2(total)) / LOG2_E, jnp.inf)
 
 
-def _queries_kernel(
+def _query_gradients_kernel(
     scale: float,
     cut: Cut,
     q_ref: Ref,
@@ -277,25 +277,25 @@ def _queries_kernel(
     tiles: TileLists,
     dq_ref: Ref,
 ) -> None:
-    q, d_out = (_load(cut, ref, slice(None)) for ref in (q_ref, d_out_ref))
+    q, d_out = (_load_columns(cut, ref, slice(None)) for ref in (q_ref, d_out_ref))
     ids = _column(query_ids, slice(None))
     logsumexp = logsumexp_ref[...][:, None]
     delta = delta_ref[...][:, None]
 
     def meet(masked: bool, slots: Any, dq: Columns) -> Columns:
-        k = _load(cut, k_ref, slots)
+        k = _load_columns(cut, k_ref, slots)
         # Weights of invisible pairs may be infinite, until the mask puts zeros there.
         weights = jnp.exp2(scale * LOG2_E * _dot_transposed(q, k) - logsumexp)
         if masked:
             weights = jnp.where(visible(ids, _row(key_ids, slots)), weights, 0.0)
-        d_weights = _dot_transposed(d_out, _load(cut, v_ref, slots))
+        d_weights = _dot_transposed(d_out, _load_columns(cut, v_ref, slots))
         return _add_dot(dq, weights * (d_weights - delta), k)
 
-    dq = _over_tiles(cut, tiles, meet, _zeros(cut))
-    _store(cut, dq_ref, [scale * x for x in dq])
+    dq = _loop_over_tiles(cut, tiles, meet, _zeros(cut))
+    _store_columns(cut, dq_ref, [scale * x for x in dq])
 
 
-def _keys_kernel(
+def _key_gradients_kernel(
     scale: float,
     cut: Cut,
     group: int,
@@ -311,7 +311,7 @@ def _keys_kernel(
     dk_ref: Ref,
     dv_ref: Ref,
 ) -> None:
-    k, v = (_load(cut, ref, slice(None)) for ref in (k_ref, v_ref))
+    k, v = (_load_columns(cut, ref, slice(None)) for ref in (k_ref, v_ref))
     ids = _column(key_ids, slice(None))
 
     def of_head(head: Array, sums: tuple[Columns, Columns]) -> tuple[Columns, Columns]:
@@ -319,7 +319,7 @@ def _keys_kernel(
             masked: bool, slots: Any, sums: tuple[Columns, Columns]
         ) -> tuple[Columns, Columns]:
             dk, dv = sums
-            q, d_out = (_load(cut, ref, slots, head) for ref in (q_ref, d_out_ref))
+            q, d_out = (_load_columns(cut, ref, slots, head) for ref in (q_ref, d_out_ref))
             # Tiles are transposed, [keys, queries], so that both sums take them as they are.
             weights = jnp.exp2(
                 scale * LOG2_E * _dot_transposed(k, q) - logsumexp_ref[head, slots][None]
@@ -330,17 +330,17 @@ def _keys_kernel(
             d_logits = weights * (d_weights - delta_ref[head, slots][None])
             return _add_dot(dk, d_logits, q), _add_dot(dv, weights, d_out)
 
-        return _over_tiles(cut, tiles, meet, sums)
+        return _loop_over_tiles(cut, tiles, meet, sums)
 
     dk, dv = lax.fori_loop(0, group, of_head, (_zeros(cut), _zeros(cut)))
-    _store(cut, dk_ref, [scale * x for x in dk])
-    _store(cut, dv_ref, dv)
+    _store_columns(cut, dk_ref, [scale * x for x in dk])
+    _store_columns(cut, dv_ref, dv)
 
 
 # ---------------------------------------------------------------------------- parts of kernels
 
 
-def _over_tiles(cut: Cut, tiles: TileLists, meet: Step, sums: Any) -> Any:
+def _loop_over_tiles(cut: Cut, tiles: TileLists, meet: Step, sums: Any) -> Any:
     """Call `meet(masked, slots, sums)` for all slots of the blocks that the span lists, the partial
     ones first, and return the last sums."""
     first, partial, full = (tiles.spans[n] for n in range(3))
@@ -367,19 +367,19 @@ def _row(ids: TokenIds, slots: Any) -> TokenIds:
     return ids.at(slots).at(None)
 
 
-def _load(cut: Cut, ref: Ref, *where: Any) -> Columns:
+def _load_columns(cut: Cut, ref: Ref, *where: Any) -> Columns:
     return [
         triton.load(ref.at[*where, columns], **padding)
-        for columns, padding in _pieces(cut, other=0)
+        for columns, padding in _piece_accesses(cut, other=0)
     ]
 
 
-def _store(cut: Cut, ref: Ref, x: Columns) -> None:
-    for (columns, padding), piece in zip(_pieces(cut), x, strict=True):
+def _store_columns(cut: Cut, ref: Ref, x: Columns) -> None:
+    for (columns, padding), piece in zip(_piece_accesses(cut), x, strict=True):
         triton.store(ref.at[:, columns], piece.astype(ref.dtype), **padding)
 
 
-def _pieces(cut: Cut, **options: Any) -> list[tuple[Any, dict[str, Any]]]:
+def _piece_accesses(cut: Cut, **options: Any) -> list[tuple[Any, dict[str, Any]]]:
     """Columns of each piece, and arguments of its access: for a piece that reaches beyond the head,
     the mask of the columns that exist, and `options`."""
     pieces = []

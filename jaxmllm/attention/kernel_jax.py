@@ -36,9 +36,9 @@ def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Arr
     dtype = _sum_dtype(q)
     block = mask.block
     key_heads = k.shape[2]
-    tiles = _counted_over_rows(mask.query_tiles, mask.key_tiles.spans.shape[1])
-    query_ids = _by_block(mask.queries, block)
-    key_ids = _by_block(mask.keys, block)
+    tiles = _joined_lists(mask.query_tiles, mask.key_tiles.spans.shape[1])
+    query_ids = _ids_by_block(mask.queries, block)
+    key_ids = _ids_by_block(mask.keys, block)
     shape = q.shape
     q, k, v = (_blocks(x, block, key_heads) for x in (q, k, v))
 
@@ -51,7 +51,9 @@ def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Arr
             partial: Array, j: Array, sums: tuple[Array, Array, Array]
         ) -> tuple[Array, Array, Array]:
             maximum, total, out = sums
-            logits = _masked(scale * _dot("gmk,gbk->gmb", q_i, k[j]), partial, ids_i, key_ids.at(j))
+            logits = _masked_logits(
+                scale * _dot("gmk,gbk->gmb", q_i, k[j]), partial, ids_i, key_ids.at(j)
+            )
             new = jnp.maximum(maximum, logits.max(axis=-1))
             shrink = jnp.exp(maximum - new)
             weights = jnp.exp(logits - new[..., None])
@@ -63,14 +65,14 @@ def forward(scale: float, q: Array, k: Array, v: Array, mask: Mask) -> tuple[Arr
         # has been seen yet.
         maximum = jnp.full_like(q_i[..., 0], np.finfo(dtype).min, dtype=dtype)
         sums = maximum, jnp.zeros_like(maximum), jnp.zeros_like(q_i, dtype=dtype)
-        maximum, total, out = _over_tiles(tiles.spans[i], tiles.blocks, key_block, sums)
+        maximum, total, out = _loop_over_tiles(tiles.spans[i], tiles.blocks, key_block, sums)
         seen = total > 0
         out = out / jnp.where(seen, total, 1)[..., None]
         # +inf where nothing is seen: weights, recomputed as exp(logits - logsumexp), are then 0.
         logsumexp = jnp.where(seen, maximum + jnp.log(total), jnp.inf)
         return _put(results[0], i, out.astype(q.dtype)), _put(results[1], i, logsumexp)
 
-    order, block_count = _listed(tiles.spans)
+    order, block_count = _meeting_first(tiles.spans)
     nothing_seen = jnp.zeros_like(q), jnp.full(q.shape[:-1], jnp.inf, dtype)
     out, logsumexp = lax.fori_loop(0, block_count, query_block, nothing_seen)
     return _slots(out, block, shape), _slots(logsumexp[..., None], block, (*shape[:3], 1))[..., 0]
@@ -93,9 +95,9 @@ def backward(
     dtype = _sum_dtype(q)
     block = mask.block
     key_heads = k.shape[2]
-    tiles = _counted_over_rows(mask.key_tiles, mask.query_tiles.spans.shape[1])
-    query_ids = _by_block(mask.queries, block)
-    key_ids = _by_block(mask.keys, block)
+    tiles = _joined_lists(mask.key_tiles, mask.query_tiles.spans.shape[1])
+    query_ids = _ids_by_block(mask.queries, block)
+    key_ids = _ids_by_block(mask.keys, block)
     shapes = q.shape, k.shape
     q, k, v, d_out = (_blocks(x, block, key_heads) for x in (q, k, v, d_out))
     logsumexp, delta = (_blocks(x[..., None], block, key_heads) for x in (logsumexp, delta))
@@ -112,7 +114,7 @@ def backward(
             partial: Array, i: Array, sums: tuple[Array, Array, Array]
         ) -> tuple[Array, Array, Array]:
             dq, dk, dv = sums
-            logits = _masked(
+            logits = _masked_logits(
                 scale * _dot("gmk,gbk->gmb", q[i], k_j), partial, query_ids.at(i), ids_j
             )
             weights = jnp.exp(logits - logsumexp[i])
@@ -125,17 +127,17 @@ def backward(
 
         dq, dk, dv = gradients
         sums = dq, jnp.zeros_like(k_j, dtype=dtype), jnp.zeros_like(v_j, dtype=dtype)
-        dq, dk_j, dv_j = _over_tiles(tiles.spans[j], tiles.blocks, query_block, sums)
+        dq, dk_j, dv_j = _loop_over_tiles(tiles.spans[j], tiles.blocks, query_block, sums)
         return dq, _put(dk, j, (scale * dk_j).astype(k.dtype)), _put(dv, j, dv_j.astype(v.dtype))
 
-    order, block_count = _listed(tiles.spans)
+    order, block_count = _meeting_first(tiles.spans)
     nothing = jnp.zeros_like(q, dtype=dtype), jnp.zeros_like(k), jnp.zeros_like(v)
     dq, dk, dv = lax.fori_loop(0, block_count, key_block, nothing)
     dq = (scale * dq).astype(q.dtype)
     return _slots(dq, block, shapes[0]), _slots(dk, block, shapes[1]), _slots(dv, block, shapes[1])
 
 
-def _over_tiles(
+def _loop_over_tiles(
     span: Array, blocks: Array, step: Callable[[Array, Array, Any], Any], sums: Any
 ) -> Any:
     """Call `step(partial, block, sums)` for every block that a span lists, and return the last
@@ -148,7 +150,7 @@ def _over_tiles(
     return lax.fori_loop(0, partial + full, tile, sums)
 
 
-def _listed(spans: Array) -> tuple[Array, Array]:
+def _meeting_first(spans: Array) -> tuple[Array, Array]:
     """All blocks, those that meet others before those that do not, and how many meet others."""
     meets = spans[:, 1] + spans[:, 2] > 0
     return jnp.argsort(~meets, stable=True), jnp.sum(meets)
@@ -158,7 +160,7 @@ def _put(blocks: Array, i: Array, block: Array) -> Array:
     return lax.dynamic_update_index_in_dim(blocks, block, i, axis=0)
 
 
-def _masked(logits: Array, partial: Array, query_ids: TokenIds, key_ids: TokenIds) -> Array:
+def _masked_logits(logits: Array, partial: Array, query_ids: TokenIds, key_ids: TokenIds) -> Array:
     """Logits [G, M, b] of one tile, -inf where invisible; ids are [b]."""
 
     # The condition saves full tiles the mask, and makes XLA store a mask once: it would otherwise
@@ -189,12 +191,12 @@ def _slots(x: Array, block: int, shape: tuple[int, ...]) -> Array:
     return x.transpose(0, 3, 1, 2, 4).reshape(shape)
 
 
-def _by_block(ids: TokenIds, block: int) -> TokenIds:
+def _ids_by_block(ids: TokenIds, block: int) -> TokenIds:
     """The ids by block: [blocks of all rows, b] each."""
     return ids.map(lambda column: column.reshape(-1, block))
 
 
-def _counted_over_rows(lists: TileLists, others: int) -> TileLists:
+def _joined_lists(lists: TileLists, others: int) -> TileLists:
     """The lists of all rows as one: spans [N, 3] into blocks [B * L] that number the blocks of all
     rows; `others` is the number of blocks that a row has on the listed side."""
     row = jnp.arange(len(lists.blocks), dtype=jnp.int32)

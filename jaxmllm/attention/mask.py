@@ -110,11 +110,11 @@ def seen_spans(ids: TokenIds) -> tuple[Ints, Ints] | None:
     rises |= (position[1:] == position[:-1]) & ~new_group & (group[1:] > 0)
     if not (new_document | rises).all():
         return None
-    document_starts = _starts(new_document)
-    group_starts = _starts(new_group)
+    document_starts = _run_starts(new_document)
+    group_starts = _run_starts(new_group)
     media = group_starts[group[group_starts] > 0]
     # A document, or a group of a document, that occurs as two runs is not one interval.
-    if _repeats(document[document_starts]) or _repeats(
+    if _has_repeats(document[document_starts]) or _has_repeats(
         document[media].astype(np.int64) << 32 | group[media]
     ):
         return None
@@ -189,11 +189,11 @@ def document_runs(documents: Ints, most: int) -> Ints:
     """
     runs = np.zeros((len(documents), most, 2), np.int32)
     for of_row, row in zip(runs, documents, strict=True):
-        starts = _starts(row[1:] != row[:-1])
+        starts = _run_starts(row[1:] != row[:-1])
         sizes = np.diff(starts, append=len(row))
         real = row[starts] > 0
         count = int(real.sum())
-        if count > most or _repeats(row[starts[real]]):
+        if count > most or _has_repeats(row[starts[real]]):
             raise ValueError(
                 f"a row has {count} runs of {len(np.unique(row[row > 0]))} documents; the cudnn kernel of attention "
                 f"takes up to {most} documents that are one run each"
@@ -222,13 +222,13 @@ def cut_documents(ids: TokenIds, block: int) -> DocumentPieces:
     return DocumentPieces(slot, np.diff(np.append(cuts, len(ids.document)))[order], first, last)
 
 
-def _starts(changes: Bools) -> Ints:
+def _run_starts(changes: Bools) -> Ints:
     """First token of each run. `changes` says of every token but the first whether it differs from
     the one before it."""
     return np.flatnonzero(np.append(True, changes)).astype(np.int32)
 
 
-def _repeats(ids: Ints | Longs) -> bool:
+def _has_repeats(ids: Ints | Longs) -> bool:
     return len(np.unique(ids)) < len(ids)
 
 

@@ -123,13 +123,13 @@ def assign_blocks(work: ArrayLike, ranks: int, search: Search = DEFAULT_SEARCH) 
       ValueError: N is no multiple of R, or the work is not as above.
     """
     amounts = np.asarray(work)
-    _check(amounts, ranks)
+    _check_blocks(amounts, ranks)
     amounts = amounts.astype(np.int64)
     blocks = len(amounts)
     blocks_per_rank = blocks // ranks
     bound = _load_bound(amounts, ranks)
     enough = bound + bound // search.near_bound
-    best, max_load = _swapped(
+    best, max_load = _swapped_owners(
         amounts, longest_first(amounts, ranks, blocks_per_rank), ranks, enough, search
     )
     starts = [(contiguous(blocks, ranks), False)]
@@ -138,8 +138,8 @@ def assign_blocks(work: ArrayLike, ranks: int, search: Search = DEFAULT_SEARCH) 
     # Swaps never raise the heaviest load. To end no higher than a start, it is enough to try it
     # where it is lower as it stands.
     for start, promising in starts:
-        if promising or _loads(amounts, start, ranks).max() < max_load:
-            owner, load = _swapped(amounts, start, ranks, enough, search)
+        if promising or _rank_loads(amounts, start, ranks).max() < max_load:
+            owner, load = _swapped_owners(amounts, start, ranks, enough, search)
             if load < max_load:
                 best = owner
                 max_load = load
@@ -161,7 +161,7 @@ def _load_bound(work: Longs, ranks: int) -> int:
     return bound + (blocks_per_rank * int(ascending[0]) - bound) % divisor if divisor else bound
 
 
-def _check(work: NDArray[np.integer], ranks: int) -> None:
+def _check_blocks(work: NDArray[np.integer], ranks: int) -> None:
     if work.ndim != 1 or not np.issubdtype(work.dtype, np.integer):
         raise ValueError(
             f"work must be one integer per block, not {work.dtype} of shape {work.shape}"
@@ -212,10 +212,12 @@ def longest_first(work: Longs, ranks: int, limit: int | None = None) -> Ints:
 Swap: TypeAlias = tuple[int, list[int], list[int]]
 
 
-def _swapped(work: Longs, owner: Ints, ranks: int, enough: int, search: Search) -> tuple[Ints, int]:
+def _swapped_owners(
+    work: Longs, owner: Ints, ranks: int, enough: int, search: Search
+) -> tuple[Ints, int]:
     """[N] owner after swaps that relieve the heaviest rank, and the work that it has then. Swaps
     end when it has at most `enough` work, when none helps, or at their limit."""
-    members = _members(work, owner, ranks)
+    members = _blocks_of_ranks(work, owner, ranks)
     load = work[members].sum(axis=1)
     for _ in range(search.swaps_per_rank * ranks):
         heavy = int(load.argmax())
@@ -232,7 +234,7 @@ def _swapped(work: Longs, owner: Ints, ranks: int, enough: int, search: Search) 
             members[light, returned],
             members[heavy, passed],
         )
-        # Rows of `members` stay ascending: `_closest` looks amounts up by bisection.
+        # Rows of `members` stay ascending: `_best_pair` looks amounts up by bisection.
         for rank in (heavy, light):
             members[rank] = members[rank][np.argsort(work[members[rank]], kind="stable")]
             load[rank] = work[members[rank]].sum()
@@ -241,11 +243,11 @@ def _swapped(work: Longs, owner: Ints, ranks: int, enough: int, search: Search) 
     return owner, int(load.max())
 
 
-def _loads(work: Longs, owner: Ints, ranks: int) -> Longs:
-    return work[_members(work, owner, ranks)].sum(axis=1)
+def _rank_loads(work: Longs, owner: Ints, ranks: int) -> Longs:
+    return work[_blocks_of_ranks(work, owner, ranks)].sum(axis=1)
 
 
-def _members(work: Longs, owner: Ints, ranks: int) -> Longs:
+def _blocks_of_ranks(work: Longs, owner: Ints, ranks: int) -> Longs:
     """[R, n] the blocks of each rank, lightest first."""
     ascending = np.argsort(work, kind="stable")
     return ascending[np.argsort(owner[ascending], kind="stable")].reshape(ranks, -1)
@@ -260,7 +262,7 @@ def _single_swap(amounts: Longs, gap: Longs, heavy: int) -> Swap | None:
       gap: [R] how much more work the heaviest rank has than each rank.
       heavy: the heaviest rank.
     """
-    swap = _closest(amounts[heavy], amounts, gap)
+    swap = _best_pair(amounts[heavy], amounts, gap)
     return swap and (swap[0], [swap[1]], [swap[2]])
 
 
@@ -272,7 +274,7 @@ def _double_swap(amounts: Longs, gap: Longs, heavy: int, max_pairs: int) -> Swap
     light = np.argsort(-gap, kind="stable")[: max_pairs // len(first)]
     pairs = amounts[:, first] + amounts[:, second]
     ascending = np.argsort(pairs[light], axis=1, kind="stable")
-    swap = _closest(pairs[heavy], np.take_along_axis(pairs[light], ascending, axis=1), gap[light])
+    swap = _best_pair(pairs[heavy], np.take_along_axis(pairs[light], ascending, axis=1), gap[light])
     if swap is None:
         return None
     row, heavy_pair, rising = swap
@@ -284,7 +286,7 @@ def _double_swap(amounts: Longs, gap: Longs, heavy: int, max_pairs: int) -> Swap
     )
 
 
-def _closest(heavy: Longs, lighter: Longs, gap: Longs) -> tuple[int, int, int] | None:
+def _best_pair(heavy: Longs, lighter: Longs, gap: Longs) -> tuple[int, int, int] | None:
     """(row of `lighter`, index in `heavy`, index in that row) of the two amounts whose exchange
     most lowers the higher of two loads; None if none lowers it.
 

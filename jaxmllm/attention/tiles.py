@@ -61,8 +61,8 @@ def tile_lists(
     """
     bound = list_bound(query_blocks, key_blocks) if bound is None else bound
     return TileMap(
-        queries=_lists(tiles.query, tiles.key, tiles.full, query_blocks, bound),
-        keys=_lists(tiles.key, tiles.query, tiles.full, key_blocks, bound),
+        queries=_lists_of_side(tiles.query, tiles.key, tiles.full, query_blocks, bound),
+        keys=_lists_of_side(tiles.key, tiles.query, tiles.full, key_blocks, bound),
     )
 
 
@@ -200,7 +200,9 @@ def _tiles_of_pieces(ids: TokenIds, block: int) -> Tiles:
     return Tiles(tiles // blocks, tiles % blocks, pairs[tiles] == block * block)
 
 
-def _lists(side: Longs, partner: Longs, full: Bools, side_blocks: int, bound: int) -> TileLists:
+def _lists_of_side(
+    side: Longs, partner: Longs, full: Bools, side_blocks: int, bound: int
+) -> TileLists:
     # Sorted by block of the side, then partial tiles before full ones, then by partner
     # (`TileLists`). All in one key: sorting by three keys takes several times as long.
     order = np.argsort((2 * side + full) * (partner.max(initial=0) + 1) + partner, kind="stable")
