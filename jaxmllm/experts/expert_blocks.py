@@ -94,14 +94,14 @@ def forward(
     wide = jnp.promote_types(x.dtype, jnp.float32)
 
     def add_block(index: Array, out: Array) -> Array:
-        pairs, live = _pairs(blocks, index, rows)
-        tokens = _places(pairs // k, live, len(x))
+        pairs, live = _pairs_of_block(blocks, index, rows)
+        tokens = _unique_places(pairs // k, live, len(x))
         gate, up, down = (matrix[blocks.expert[index]] for matrix in matrices)
         inputs = _rows(x, tokens)
         hidden = jax.nn.silu(inputs @ gate) * (inputs @ up)
         outputs = jnp.matmul(hidden, down, preferred_element_type=wide)
         weight = jnp.where(live, weights.reshape(-1)[pairs], 0).astype(wide)
-        return _added(out, tokens, weight[:, None] * outputs)
+        return _add_at(out, tokens, weight[:, None] * outputs)
 
     return jax.lax.fori_loop(0, blocks.number, add_block, jnp.zeros(x.shape, wide))
 
@@ -132,8 +132,8 @@ def backward(
 
     def add_block(index: Array, sums: Sums) -> Sums:
         d_x, d_weights, d_matrices = sums
-        pairs, live = _pairs(blocks, index, rows)
-        tokens = _places(pairs // k, live, len(x))
+        pairs, live = _pairs_of_block(blocks, index, rows)
+        tokens = _unique_places(pairs // k, live, len(x))
         expert = blocks.expert[index]
         gate, up, down = (matrix[expert] for matrix in matrices)
         inputs = _rows(x, tokens)
@@ -159,21 +159,21 @@ def backward(
                     for d_matrix, (left, right) in zip(d_matrices, factors, strict=True)
                 )
             )
-        pair_slots = _places(pairs, live, len(d_weights))
-        return _added(d_x, tokens, d_given), _added(d_weights, pair_slots, of_weight), d_matrices
+        pair_slots = _unique_places(pairs, live, len(d_weights))
+        return _add_at(d_x, tokens, d_given), _add_at(d_weights, pair_slots, of_weight), d_matrices
 
     d_x, d_weights, d_matrices = jax.lax.fori_loop(0, blocks.number, add_block, begin)
     return d_x, d_weights.reshape(weights.shape), d_matrices
 
 
-def _pairs(blocks: Blocks, index: Array, rows: int) -> tuple[Array, Array]:
+def _pairs_of_block(blocks: Blocks, index: Array, rows: int) -> tuple[Array, Array]:
     """`rows` pairs from the beginning of a block, and which of them belong to it."""
     begin = blocks.begin[index]
     pairs = jax.lax.dynamic_slice_in_dim(blocks.pairs, begin, rows)
     return pairs, begin + jnp.arange(rows) < blocks.end[index]
 
 
-def _places(indices: Array, live: Array, length: int) -> Array:
+def _unique_places(indices: Array, live: Array, length: int) -> Array:
     """`indices`, with distinct indices past the end where there is no pair, because all indices of
     a block must be unique (`unique_indices`)."""
     return jnp.where(live, indices, length + jnp.arange(len(indices), dtype=indices.dtype))
@@ -183,5 +183,5 @@ def _rows(x: Array, indices: Array) -> Array:
     return x.at[indices].get(mode="fill", fill_value=0, unique_indices=True)
 
 
-def _added(total: Array, indices: Array, values: Array) -> Array:
+def _add_at(total: Array, indices: Array, values: Array) -> Array:
     return total.at[indices].add(values, mode="drop", unique_indices=True)

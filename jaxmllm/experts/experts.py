@@ -103,7 +103,7 @@ class _Mixture:
 
     def forward(self, x: Array, chosen: Array, weights: Array, matrices: Matrices) -> Array:
         tokens = (*SLOTS, None)
-        local = self.layout.local(self._forward, (tokens, tokens, tokens, MATRICES), tokens)
+        local = self.layout.local(self._device_forward, (tokens, tokens, tokens, MATRICES), tokens)
         out: Array = local(x, chosen, weights, matrices)
         return out
 
@@ -118,7 +118,7 @@ class _Mixture:
     ) -> tuple[Array, Array, Matrices | None]:
         tokens = (*SLOTS, None)
         local = self.layout.local(
-            partial(self._backward, wants_matrices),
+            partial(self._device_backward, wants_matrices),
             (tokens, tokens, tokens, MATRICES, tokens),
             (tokens, tokens, MATRICES if wants_matrices else None),
         )
@@ -127,13 +127,13 @@ class _Mixture:
 
     # ------------------------------------------------------------------ one device
 
-    def _forward(self, x: Array, chosen: Array, weights: Array, matrices: Matrices) -> Array:
-        x_all, chosen_all, weights_all = self._gathered(x, chosen, weights)
-        chosen_all = self._own(chosen_all, matrices)
+    def _device_forward(self, x: Array, chosen: Array, weights: Array, matrices: Matrices) -> Array:
+        x_all, chosen_all, weights_all = self._gathered_slots(x, chosen, weights)
+        chosen_all = self._local_numbers(chosen_all, matrices)
         out = KERNELS[self.kernel].forward(x_all, chosen_all, weights_all, matrices)
-        return self._returned(out.astype(x.dtype), x.shape)
+        return self._returned_sums(out.astype(x.dtype), x.shape)
 
-    def _backward(
+    def _device_backward(
         self,
         wants_matrices: bool,
         x: Array,
@@ -142,27 +142,27 @@ class _Mixture:
         matrices: Matrices,
         d_out: Array,
     ) -> tuple[Array, Array, Matrices | None]:
-        x_all, chosen_all, weights_all, d_all = self._gathered(x, chosen, weights, d_out)
-        chosen_all = self._own(chosen_all, matrices)
+        x_all, chosen_all, weights_all, d_all = self._gathered_slots(x, chosen, weights, d_out)
+        chosen_all = self._local_numbers(chosen_all, matrices)
         d_x, d_weights, d_matrices = KERNELS[self.kernel].backward(
             x_all, chosen_all, weights_all, matrices, d_all, wants_matrices
         )
         # The sums are over the tokens of all devices that share the experts, not yet over replicas.
         if d_matrices is not None:
             d_matrices = jax.tree.map(
-                lambda gradient, matrix: jax.lax.psum(gradient, self._replicas).astype(
+                lambda gradient, matrix: jax.lax.psum(gradient, self._replica_axes).astype(
                     matrix.dtype
                 ),
                 d_matrices,
                 matrices,
             )
         return (
-            self._returned(d_x.astype(x.dtype), x.shape),
-            self._returned(d_weights.astype(weights.dtype), weights.shape),
+            self._returned_sums(d_x.astype(x.dtype), x.shape),
+            self._returned_sums(d_weights.astype(weights.dtype), weights.shape),
             d_matrices,
         )
 
-    def _own(self, chosen: Array, matrices: Matrices) -> Array:
+    def _local_numbers(self, chosen: Array, matrices: Matrices) -> Array:
         """Numbers of the chosen experts, counted from the first expert of this device."""
         axes = self.layout.split_axes("experts")
         if not axes:
@@ -170,7 +170,7 @@ class _Mixture:
         # Other devices' experts get numbers below 0 or past the own ones, which kernels leave out.
         return chosen - jax.lax.axis_index(axes) * len(matrices.gate)
 
-    def _gathered(self, *of_slots: Array) -> list[Array]:
+    def _gathered_slots(self, *of_slots: Array) -> list[Array]:
         """[R, C, ...] of this device -> [T, ...] of all devices that share the experts."""
         flat = [x.reshape(-1, x.shape[-1]) for x in of_slots]
         axes = self._token_axes
@@ -178,7 +178,7 @@ class _Mixture:
             return flat
         return [jax.lax.all_gather(x, axes, axis=0, tiled=True) for x in flat]
 
-    def _returned(self, partial_sums: Array, shape: tuple[int, ...]) -> Array:
+    def _returned_sums(self, partial_sums: Array, shape: tuple[int, ...]) -> Array:
         """Sums for this device's tokens over all experts and all parts of their matrices."""
         sum_axes = [
             a for a in self.layout.split_axes("experts", "mlp") if a not in self._token_axes
@@ -197,7 +197,7 @@ class _Mixture:
         return tuple(axis for axis in self.layout.split_axes("experts") if axis in slots)
 
     @property
-    def _replicas(self) -> tuple[str, ...]:
+    def _replica_axes(self) -> tuple[str, ...]:
         """Mesh axes along which devices hold the same experts and other tokens, except manual axes:
         along those, devices keep sums of their own."""
         split_axes = {*self.layout.split_axes("experts"), *self.layout.manual_axes}
