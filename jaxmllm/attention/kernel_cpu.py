@@ -132,7 +132,7 @@ def _forward(frame: int, worker: int, workers: int) -> None:
     rows, slots, heads, size = q.shape
     key_heads = k.shape[2]
     query_blocks = spans.shape[1]
-    of_key_head = heads // key_heads
+    heads_per_key = heads // key_heads
     block = slots // query_blocks
     side, together = _product_sides(block, size)
     # Parts of a head's queries: more than one if the key heads of all rows are fewer than threads
@@ -159,7 +159,7 @@ def _forward(frame: int, worker: int, workers: int) -> None:
             query = slice(first_query, first_query + side)
             query_ids = _token_ids(frame, QUERY_IDS, r, query)
             run_count = _list_runs(spans[r, first_query // block], blocks[r], block, together, runs)
-            for h in range(g * of_key_head, (g + 1) * of_key_head):
+            for h in range(g * heads_per_key, (g + 1) * heads_per_key):
                 _transpose(q[r, query, h], queries)
                 # Finite, so that exp(-inf - maximum) is 0 and not NaN while nothing has been seen
                 maximum[:] = LOWEST
@@ -218,7 +218,7 @@ def _backward(frame: int, worker: int, workers: int) -> None:
     rows, slots, heads, size = q.shape
     key_heads = k.shape[2]
     key_blocks = spans.shape[1]
-    of_key_head = heads // key_heads
+    heads_per_key = heads // key_heads
     block = k.shape[1] // key_blocks
     side, together = _product_sides(block, size)
     products = _workspace()
@@ -242,7 +242,7 @@ def _backward(frame: int, worker: int, workers: int) -> None:
         _load_head(v, r, g, values)
         d_keys[:] = 0
         d_values[:] = 0
-        for h in range(g * of_key_head, (g + 1) * of_key_head):
+        for h in range(g * heads_per_key, (g + 1) * heads_per_key):
             _load_head(q, r, h, queries)
             _load_head(d_out, r, h, d_outs)
             sums[:] = logsumexp[r, :, h]
@@ -365,10 +365,10 @@ def _weigh(tile: Singles, d_tile: Singles, sums: Singles, deltas: Singles) -> No
     """Replace logits by weights in `tile`, and gradients of weights by those of logits in `d_tile`,
     both [M queries, b keys]."""
     for c in range(tile.shape[0]):
-        of_query = sums[c]
+        query_sum = sums[c]
         delta = deltas[c]
         for t in range(tile.shape[1]):
-            weight = _exp(tile[c, t] - of_query)
+            weight = _exp(tile[c, t] - query_sum)
             tile[c, t] = weight
             d_tile[c, t] = weight * (d_tile[c, t] - delta)
 
@@ -635,10 +635,10 @@ def _handler(frame: int) -> int:
     told = np.zeros((workers, TOLD), np.int64)
     for worker in range(workers):
         told[worker, 1:] = frame, worker, workers
-        of_thread = told[worker].ctypes.data
-        if worker and _pthread_create(of_thread, 0, _thread_address(), of_thread):
+        thread_words = told[worker].ctypes.data
+        if worker and _pthread_create(thread_words, 0, _thread_address(), thread_words):
             told[worker, 0] = 0  # no more threads can be started: the share runs here
-            _call_thread(of_thread)
+            _call_thread(thread_words)
     _call_thread(told[0].ctypes.data)
     # Reading `told` here keeps it until the threads end: numba frees an array after its last use.
     for worker in range(1, workers):

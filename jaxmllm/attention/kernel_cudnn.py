@@ -136,12 +136,12 @@ def backward(
     """Gradients of q, k and v from that of `forward`'s first result; for CUDA."""
     packing = _packing(mask, q, k)
     # The sums of every sequence begin at its own first token
-    of_slots = jnp.where(packing.real[:, None], logsumexp.reshape(-1, q.shape[2]), 0)
-    slots = packing.starts[:, None] + jnp.arange(len(of_slots))
-    sums = of_slots.at[slots].get(mode="fill", fill_value=0).swapaxes(1, 2)
+    slot_sums = jnp.where(packing.real[:, None], logsumexp.reshape(-1, q.shape[2]), 0)
+    slots = packing.starts[:, None] + jnp.arange(len(slot_sums))
+    sums = slot_sums.at[slots].get(mode="fill", fill_value=0).swapaxes(1, 2)
     inputs = (*map(_rows_end_to_end, (q, k, v)), sums, *map(_rows_end_to_end, (d_out, out)))
-    of_keys = jax.ShapeDtypeStruct((1, k.shape[2], len(of_slots), k.shape[3]), k.dtype)
-    results = (jax.ShapeDtypeStruct((1, q.shape[2], *of_keys.shape[2:]), q.dtype), of_keys, of_keys)
+    kv_spec = jax.ShapeDtypeStruct((1, k.shape[2], len(slot_sums), k.shape[3]), k.dtype)
+    results = (jax.ShapeDtypeStruct((1, q.shape[2], *kv_spec.shape[2:]), q.dtype), kv_spec, kv_spec)
     gradients = _call(BACKWARD, scale, q, mask, packing, (*inputs, *packing.operands), results)
     real = packing.real[:, None, None]
     dq, dk, dv = (_zero_unless(real, gradient[0].swapaxes(0, 1)) for gradient in gradients)

@@ -49,8 +49,8 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
         f"{spec.name}/flops": flops,
     }
     for row_class in spec.classes:
-        of_class = (capacity == row_class.capacity) & (span == row_class.span)
-        rows_of_class = int(of_class.sum()) * (spec.ranks // row_class.span)
+        in_class = (capacity == row_class.capacity) & (span == row_class.span)
+        rows_of_class = int(in_class.sum()) * (spec.ranks // row_class.span)
         statistics[f"{spec.name}/{ROWS_OF}{class_name(row_class)}"] = rows_of_class
     if not rows:
         return statistics
@@ -90,9 +90,9 @@ def step_statistics(
     slowest = 0.0
     ideal = 0.0
     for phase, spec in specs.items():
-        of_phase = statistics[f"{phase}/flops"] / spec.ranks
-        slowest += statistics.get(f"{phase}/over_ideal", 0.0) * of_phase
-        ideal += of_phase
+        phase_ideal = statistics[f"{phase}/flops"] / spec.ranks
+        slowest += statistics.get(f"{phase}/over_ideal", 0.0) * phase_ideal
+        ideal += phase_ideal
     return {"step/over_ideal": slowest / ideal} if ideal else {}
 
 
@@ -115,9 +115,9 @@ def slowest_cost(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, cost: Item
     A rank's cost is the linear part on all its slots, padding included, and the attention of its
     row's items. The ranks of a shared row have equal parts of that attention.
     """
-    of_slots = cost.linear * plan.capacity.astype(float)
+    linear_cost = cost.linear * plan.capacity.astype(float)
     attention = np.zeros(plan.microbatches * spec.ranks)
     row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank
     np.add.at(attention, row, cost.attention(items.length.astype(float), items.extra))
-    of_rows = attention.reshape(-1, spec.ranks).max(axis=1, initial=0) / plan.span
-    return float((of_slots + of_rows).sum())
+    attention_cost = attention.reshape(-1, spec.ranks).max(axis=1, initial=0) / plan.span
+    return float((linear_cost + attention_cost).sum())

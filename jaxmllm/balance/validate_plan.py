@@ -50,8 +50,8 @@ def validate(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> None:
         slots = np.concatenate(slots_of_phases)
         problem = f"two tokens arrive at one slot of pool {pool} on rank {rank}"
         _require(len(np.unique(slots)) == len(slots), LANGUAGE, problem)
-    for owner, of_phases in by_owner.items():
-        departure, arrival = (np.concatenate(columns) for columns in zip(*of_phases, strict=True))
+    for owner, slot_pairs in by_owner.items():
+        departure, arrival = (np.concatenate(columns) for columns in zip(*slot_pairs, strict=True))
         _validate_rounds(owner, plan, spec.routes[owner], departure, arrival)
 
 

@@ -65,14 +65,14 @@ def list_blocks(chosen: Int[Array, "N k"], experts: int, rows: int) -> Blocks:
     first_pairs = jnp.cumsum(pairs_per_expert) - pairs_per_expert
     # B: an expert with p pairs has at most p // rows + 1 blocks.
     index = jnp.arange(expert.size // rows + experts, dtype=jnp.int32)
-    of_block = jnp.searchsorted(block_ends, index, side="right").astype(jnp.int32)
-    of_block = jnp.minimum(of_block, experts - 1)  # in range also after the last block
+    block_expert = jnp.searchsorted(block_ends, index, side="right").astype(jnp.int32)
+    block_expert = jnp.minimum(block_expert, experts - 1)  # in range also after the last block
     # block_ends - blocks is the number of each expert's first block.
-    begin = first_pairs[of_block] + rows * (index - (block_ends - blocks)[of_block])
-    end = jnp.minimum(begin + rows, (first_pairs + pairs_per_expert)[of_block])
+    begin = first_pairs[block_expert] + rows * (index - (block_ends - blocks)[block_expert])
+    end = jnp.minimum(begin + rows, (first_pairs + pairs_per_expert)[block_expert])
     # A block always reads `rows` pairs. Without room after the last pair, dynamic_slice would move
     # its start to the left, and the block would read another expert's pairs.
-    return Blocks(jnp.pad(pairs, (0, rows)), of_block, begin, end, block_ends[-1])
+    return Blocks(jnp.pad(pairs, (0, rows)), block_expert, begin, end, block_ends[-1])
 
 
 def forward(
@@ -137,22 +137,22 @@ def backward(
         expert = blocks.expert[index]
         gate, up, down = (matrix[expert] for matrix in matrices)
         inputs = _rows(x, tokens)
-        d_made = _rows(d_out, tokens)
+        d_outputs = _rows(d_out, tokens)
         gated, act_vjp = jax.vjp(jax.nn.silu, inputs @ gate)
         raised = inputs @ up
         hidden = gated * raised
         weight = jnp.where(live, flat_weights[pairs], 0)[:, None]
-        d_hidden = jnp.matmul(d_made, down.T, preferred_element_type=wide)
+        d_hidden = jnp.matmul(d_outputs, down.T, preferred_element_type=wide)
         # A weight's gradient is d_out . output, where output = hidden @ down: so d_hidden . hidden.
-        of_weight = (d_hidden * hidden).sum(axis=1)
+        d_weight = (d_hidden * hidden).sum(axis=1)
         d_hidden = (d_hidden * weight).astype(x.dtype)
         (d_gated,) = act_vjp(d_hidden * raised)
         d_raised = d_hidden * gated
-        d_given = jnp.matmul(d_gated, gate.T, preferred_element_type=wide)
-        d_given += jnp.matmul(d_raised, up.T, preferred_element_type=wide)
+        d_inputs = jnp.matmul(d_gated, gate.T, preferred_element_type=wide)
+        d_inputs += jnp.matmul(d_raised, up.T, preferred_element_type=wide)
         if d_matrices is not None:
-            d_made = (weight * d_made).astype(x.dtype)
-            factors = Matrices((inputs, d_gated), (inputs, d_raised), (hidden, d_made))
+            d_outputs = (weight * d_outputs).astype(x.dtype)
+            factors = Matrices((inputs, d_gated), (inputs, d_raised), (hidden, d_outputs))
             d_matrices = Matrices(
                 *(
                     d_matrix.at[expert].add(jnp.matmul(left.T, right, preferred_element_type=wide))
@@ -160,7 +160,7 @@ def backward(
                 )
             )
         pair_slots = _unique_places(pairs, live, len(d_weights))
-        return _add_at(d_x, tokens, d_given), _add_at(d_weights, pair_slots, of_weight), d_matrices
+        return _add_at(d_x, tokens, d_inputs), _add_at(d_weights, pair_slots, d_weight), d_matrices
 
     d_x, d_weights, d_matrices = jax.lax.fori_loop(0, blocks.number, add_block, begin)
     return d_x, d_weights.reshape(weights.shape), d_matrices

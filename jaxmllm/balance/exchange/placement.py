@@ -183,14 +183,14 @@ class _MovableItems:
         microbatch_index, group = np.divmod(row_of, self.groups)
         length = self.state.amounts[SLOTS, :-1]
         offset, segment = lay_out(row_of, length, self.slots, self.blocks)
-        now = {
+        new_columns = {
             "microbatch": self.microbatches[microbatch_index],
             "rank": group * self.span,
             "offset": offset,
             "segment": segment,
         }
-        changed = {name: getattr(plan, name).copy() for name in now}
-        for name, column in now.items():
+        changed = {name: getattr(plan, name).copy() for name in new_columns}
+        for name, column in new_columns.items():
             changed[name][self.items] = column
         return replace(plan, **changed)
 

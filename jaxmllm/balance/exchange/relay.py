@@ -101,21 +101,21 @@ def _stretches_in_rounds(
     # `running_sums` needs members of a group to be neighbours, and they are: in each round items
     # are still ordered by sender and receiver.
     pair = (round_ * ranks + sender[item]) * ranks + receiver[item]
-    of_pair = running_sums(pair, part_tokens)  # earlier tokens of the pair
-    direct = np.clip(direct_tokens - of_pair, 0, part_tokens)
+    pair_ordinal = running_sums(pair, part_tokens)  # earlier tokens of the pair
+    direct = np.clip(direct_tokens - pair_ordinal, 0, part_tokens)
 
     relayed = np.flatnonzero(part_tokens > direct)
     relayed_round = round_[relayed]
     relayed_sender = sender[item[relayed]]
     relayed_receiver = receiver[item[relayed]]
     relayed_tokens = (part_tokens - direct)[relayed]
-    of_sender = running_sums(relayed_round * ranks + relayed_sender, relayed_tokens)
+    sender_ordinal = running_sums(relayed_round * ranks + relayed_sender, relayed_tokens)
 
     # Spread in turn, so every relay gets as many of a sender's tokens as any other, or one less.
-    spread_slots = ceil_divide(of_sender + relayed_tokens, peers)
+    spread_slots = ceil_divide(sender_ordinal + relayed_tokens, peers)
     # Every pair has slots for `direct_tokens` first, used or not; those of spread tokens follow.
     first_leg = direct_tokens + _max_by(relayed_round, spread_slots, rounds)
-    first_relay = (of_sender + relayed_sender // groups) % peers
+    first_relay = (sender_ordinal + relayed_sender // groups) % peers
     goal, goal_tokens = _most_of_one_color(
         relayed_round * ranks + relayed_receiver, first_relay, relayed_tokens, colors=peers
     )
@@ -128,7 +128,7 @@ def _stretches_in_rounds(
         start=np.concatenate([start[with_direct], (start + direct)[relayed]]),
         tokens=np.concatenate([direct[with_direct], relayed_tokens]),
         direct=np.arange(len(with_direct) + len(relayed)) < len(with_direct),
-        ordinal=np.concatenate([of_pair[with_direct], of_sender]),
+        ordinal=np.concatenate([pair_ordinal[with_direct], sender_ordinal]),
         hops=[
             (ceil_divide(int(send_slots), pair_slots), ceil_divide(int(relay_slots), pair_slots))
             for send_slots, relay_slots in zip(first_leg, second_leg, strict=True)
@@ -213,10 +213,10 @@ def _most_of_one_color(
     # An item of full circles only adds an end and then a beginning, which do not raise the maximum.
     arcs = np.cumsum(change[order])  # arcs that cover the color; 0 at the end of every group
     begins = np.flatnonzero(np.r_[True, np.diff(owner[order]) > 0])
-    of_circles = np.zeros(int(group.max()) + 1, np.int64)
-    np.add.at(of_circles, group, circles)
+    circle_tokens = np.zeros(int(group.max()) + 1, np.int64)
+    np.add.at(circle_tokens, group, circles)
     groups = owner[order][begins]
-    return groups, of_circles[groups] + np.maximum.reduceat(arcs, begins)
+    return groups, circle_tokens[groups] + np.maximum.reduceat(arcs, begins)
 
 
 @dataclass(frozen=True)

@@ -90,13 +90,13 @@ def plan_routes(
         )
     return placed, {
         phase: RoutePlan(
-            item=of_phase.item.astype(np.int32),
-            skipped=of_phase.skipped.astype(np.int32),
-            tokens=of_phase.tokens.astype(np.int32),
+            item=phase_pieces.item.astype(np.int32),
+            skipped=phase_pieces.skipped.astype(np.int32),
+            tokens=phase_pieces.tokens.astype(np.int32),
             arrival=arrivals[phase].astype(np.int32),
             rounds=_exchange_rounds(traffic[phase], spec.routes[phase]),
         )
-        for phase, of_phase in pieces.items()
+        for phase, phase_pieces in pieces.items()
     }
 
 
@@ -188,13 +188,13 @@ def _arrivals(pieces: Mapping[str, Pieces], start: Ints, ranks: int) -> dict[str
       start: [M * R] first pool slot of each microbatch on each rank.
     """
     # All phases together, because the tokens of several may alternate in a row.
-    row = np.concatenate([of_phase.row(ranks) for of_phase in pieces.values()])
-    slot = np.concatenate([of_phase.slot for of_phase in pieces.values()])
-    tokens = np.concatenate([of_phase.tokens for of_phase in pieces.values()])
+    row = np.concatenate([phase_pieces.row(ranks) for phase_pieces in pieces.values()])
+    slot = np.concatenate([phase_pieces.slot for phase_pieces in pieces.values()])
+    tokens = np.concatenate([phase_pieces.tokens for phase_pieces in pieces.values()])
     order = np.lexsort((slot, row))
     arrival = np.empty(len(row), np.int64)
     arrival[order] = start[row[order]] + running_sums(row[order], tokens[order])
-    ends = np.cumsum([len(of_phase.slot) for of_phase in pieces.values()])[:-1]
+    ends = np.cumsum([len(phase_pieces.slot) for phase_pieces in pieces.values()])[:-1]
     return dict(zip(pieces, np.split(arrival, ends), strict=True))
 
 

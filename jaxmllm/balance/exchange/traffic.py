@@ -46,8 +46,8 @@ def media_tokens(
 def arriving_tokens(pieces: Iterable[Pieces], microbatches: int, ranks: int) -> Longs:
     """Tokens of the given pieces that each language rank takes in for each microbatch: [M, R]."""
     arriving = np.zeros(microbatches * ranks, np.int64)
-    for of_phase in pieces:
-        arriving += sums_by(of_phase.row(ranks), of_phase.tokens, microbatches * ranks)
+    for phase_pieces in pieces:
+        arriving += sums_by(phase_pieces.row(ranks), phase_pieces.tokens, microbatches * ranks)
     return arriving.reshape(microbatches, ranks)
 
 

@@ -135,13 +135,13 @@ def part_costs(plan: PhasePlan, cost: Longs, ranks: int) -> Longs:
       cost: [N] cost of each item.
     """
     row = plan.microbatch.astype(np.int64) * ranks + plan.rank
-    of_rows = sums_by(row, cost, plan.microbatches * ranks).reshape(-1, ranks)
+    rank_costs = sums_by(row, cost, plan.microbatches * ranks).reshape(-1, ranks)
     for span in np.unique(plan.span[plan.span > 1]).tolist():
         shared = plan.span == span
-        # `of_rows` has a shared row's cost at the first rank of its group.
-        part_cost = ceil_divide(of_rows[shared][:, ::span], span)
-        of_rows[shared] = np.repeat(part_cost, span, axis=1)
-    return of_rows
+        # `rank_costs` has a shared row's cost at the first rank of its group.
+        part_cost = ceil_divide(rank_costs[shared][:, ::span], span)
+        rank_costs[shared] = np.repeat(part_cost, span, axis=1)
+    return rank_costs
 
 
 def largest_share(plan: PhasePlan, cost: Longs) -> int:

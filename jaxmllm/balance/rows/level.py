@@ -181,11 +181,11 @@ def balance_attention(state: RowState, classes: RowsByClass) -> None:
     """
     cost = -state.remaining[COST]
     for microbatches in classes.microbatches(cost):
-        of_rows = cost[microbatches]
-        mean = of_rows.sum(axis=1, keepdims=True) // of_rows.shape[1]
+        row_costs = cost[microbatches]
+        mean = row_costs.sum(axis=1, keepdims=True) // row_costs.shape[1]
         # Heaviest first: the first column is the costliest row of each microbatch.
-        limit = np.maximum(of_rows[:, :1], mean + mean // SWAP_SEARCH.cost_margin)
-        state.remaining[COST, microbatches] = limit - of_rows
+        limit = np.maximum(row_costs[:, :1], mean + mean // SWAP_SEARCH.cost_margin)
+        state.remaining[COST, microbatches] = limit - row_costs
     _balance_amount(state, classes, ATTENTION, SWAP_SEARCH.attention_sweeps)
 
 

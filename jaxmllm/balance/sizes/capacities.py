@@ -67,11 +67,11 @@ def choose_classes(inputs: SizingInputs, loads: Sequence[Load], share: float) ->
 def _improved_set(classes: Classes, candidates: _Candidates, judge: _Judge) -> Classes:
     """The set after replacing classes, one at a time, while each saves more than chance might."""
     while True:
-        moved = judge.best([classes, *candidates.with_one_moved(classes)])
+        improved = judge.best([classes, *candidates.with_one_moved(classes)])
         worth = CAPACITY_SEARCH.capacity_worth * judge.expected(classes, 1)
-        if judge.expected(moved, 1) >= worth:
+        if judge.expected(improved, 1) >= worth:
             return classes
-        classes = moved
+        classes = improved
 
 
 def _with_more(chosen: Classes, candidates: _Candidates, judge: _Judge, share: float) -> Classes:
@@ -149,7 +149,7 @@ class _Candidates:
         ]
         self.largest_sets: list[Classes] = [(row_class,) for row_class in self.firsts]
         self.sets = set(self.largest_sets)
-        self.further = [_FurtherClasses(judge, of_ranks) for of_ranks in {span, min(inputs.spans)}]
+        self.further = [_FurtherClasses(judge, ranks) for ranks in {span, min(inputs.spans)}]
         for _ in range(1, inputs.row_classes):
             self.extend()
 
@@ -175,8 +175,8 @@ class _Candidates:
             dict.fromkeys(
                 (*classes, further_class)
                 for classes in _cheapest_sets(self.largest_sets, extended, self.judge.bound)
-                for of_ranks in self.further
-                for further_class in of_ranks.classes_after(classes)
+                for further in self.further
+                for further_class in further.classes_after(classes)
             )
         )
         self.sets.update(self.largest_sets)
@@ -184,14 +184,14 @@ class _Candidates:
     def with_one_moved(self, classes: Classes) -> list[Classes]:
         """A few sets in which one of the classes is replaced."""
         first_class = classes[0]
-        beside = self._beside(classes)
+        replacements = self._beside(classes)
         near_first = [
             RowClass(capacity, first_class.span) for capacity in self.further[0].near(first_class)
         ]
         return self._shortlist(
             (*classes[:index], other_class, *classes[index + 1 :])
             for index in range(len(classes))
-            for other_class in (beside if index else self.firsts + near_first)
+            for other_class in (replacements if index else self.firsts + near_first)
             if other_class not in classes
         )
 
@@ -201,7 +201,7 @@ class _Candidates:
 
     def _beside(self, classes: Classes) -> list[RowClass]:
         return [
-            row_class for of_ranks in self.further for row_class in of_ranks.classes_beside(classes)
+            row_class for further in self.further for row_class in further.classes_beside(classes)
         ]
 
     def _shortlist(self, sets: Iterable[Classes]) -> list[Classes]:

@@ -32,9 +32,9 @@ def encoder_groups(group: Longs, length: Longs, of_language: int, widest: int) -
     filled = np.zeros((int(group.max(initial=0)) + 1, inside), np.int64)
     chosen = np.empty_like(group)
     for item in np.argsort(-length, kind="stable").tolist():
-        of_group = filled[group[item]]
-        emptiest = int(of_group.argmin())
-        of_group[emptiest] += length[item]
+        group_filled = filled[group[item]]
+        emptiest = int(group_filled.argmin())
+        group_filled[emptiest] += length[item]
         chosen[item] = group[item] * inside + emptiest
     return chosen
 
@@ -56,20 +56,18 @@ def narrowest(
         return span, member
     for row_number, slots in enumerate(capacity.tolist()):
         items = np.flatnonzero(row == row_number)
-        of_groups = [
-            items[group[items] == widest_group] for widest_group in np.unique(group[items])
-        ]
+        by_group = [items[group[items] == widest_group] for widest_group in np.unique(group[items])]
         spans = [row_class.span for row_class in phase.classes if row_class.capacity == slots]
         for narrow in sorted(spans):
             rows = phase.widest // narrow
             splits = (
-                split(length[members], work[members], narrow * slots, rows) for members in of_groups
+                split(length[members], work[members], narrow * slots, rows) for members in by_group
             )
             fitting = [row_of for row_of in splits if row_of is not None]
-            if len(fitting) < len(of_groups):
+            if len(fitting) < len(by_group):
                 continue
             span[row_number] = narrow
-            for members, row_of in zip(of_groups, fitting, strict=True):
+            for members, row_of in zip(by_group, fitting, strict=True):
                 member[members] = row_of * narrow
             break
     return span, member

@@ -148,10 +148,10 @@ def _phase_rows(
     offset, segment = lay_out(row_on_rank, items.length, row_slots, blocks)
     most_squares = np.array(
         [
-            sums_by(row_on_rank, of_items, count * phase.ranks)
+            sums_by(row_on_rank, item_squares, count * phase.ranks)
             .reshape(count, phase.ranks)
             .max(axis=1, initial=0)
-            for of_items in squares
+            for item_squares in squares
         ]
     )
     by_shape = {shape: k for k, shape in enumerate(phase.classes)}
@@ -345,7 +345,7 @@ def rows_in_turn(
             recent[item_replica] = [
                 begun for begun in recent[item_replica] if begun[0] >= item_microbatch - reach
             ]
-            recent[item_replica].append((item_microbatch, [len(of_class) for of_class in rows]))
+            recent[item_replica].append((item_microbatch, [len(class_rows) for class_rows in rows]))
         # Rows from these numbers on were begun by microbatches in reach; those before are closed.
         _, rows_before = recent[item_replica][0]
         size = int(length[item])
@@ -363,7 +363,7 @@ def rows_in_turn(
         row[item] = chosen
         row_class[item] = k
     # Rows have the same numbers on all replicas: each class has as many as the replica with most.
-    most_rows = np.array([[len(of_class) for of_class in rows] for rows in free]).max(axis=0)
+    most_rows = np.array([[len(class_rows) for class_rows in rows] for rows in free]).max(axis=0)
     return (np.cumsum(most_rows) - most_rows)[row_class] + row, int(most_rows.sum())
 
 
@@ -436,17 +436,17 @@ def _linked_rows(
     needed: dict[str, int] = {}
     for name, sequence in sequences.items():
         read, reader = (LANGUAGE, name) if spec.phases[name].phase.generates else (name, LANGUAGE)
-        of_item = phases[name].row
+        item_row = phases[name].row
         # Rows of a generator read language rows; microbatches of language read rows of encoders.
-        row, reading = (sequence, of_item) if reader == name else (of_item, sequence)
+        row, reading = (sequence, item_row) if reader == name else (item_row, sequence)
         stride = phases[read].count + 1
         # A number for every pair of microbatch and row: sorted, a microbatch's rows are neighbours.
         pairs, pair_of_item = np.unique(reading * stride + row, return_inverse=True)
         microbatch, row = np.divmod(pairs, stride)
         pair_position = running_sums(microbatch, np.ones_like(microbatch))
-        of_reader = inputs.setdefault(reader, [[] for _ in range(phases[reader].count)])
+        reader_rows = inputs.setdefault(reader, [[] for _ in range(phases[reader].count)])
         for m, read_row in zip(microbatch.tolist(), row.tolist(), strict=True):
-            of_reader[m].append((phase_number[read], read_row))
+            reader_rows[m].append((phase_number[read], read_row))
         position[name] = pair_position[pair_of_item]
         needed[read] = int(pair_position.max(initial=-1)) + 1
     # The last phase is the reader of the ring, and needs an entry even if it reads nothing.
@@ -460,5 +460,5 @@ def _linked_rows(
         tokens = spec.phases[read].row_tokens
         arrivals[name] = base[reader] + position[name] * tokens
         base[reader] += (rows_read or needed)[read] * tokens
-    consumed = {reader: tuple(map(tuple, of_reader)) for reader, of_reader in inputs.items()}
+    consumed = {reader: tuple(map(tuple, reader_rows)) for reader, reader_rows in inputs.items()}
     return RunRows(phases, arrivals, consumed, needed, deferred)

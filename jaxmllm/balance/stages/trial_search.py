@@ -135,9 +135,9 @@ class _Best:
 
     def _candidates_for_smallest(self, name: str) -> list[tuple[int, ...]]:
         """Candidate capacities that differ from the present ones only in the smallest."""
-        *larger, _ = now = self.capacities[name]
+        *larger, _ = present = self.capacities[name]
         if larger:
-            return self.trials.further(name, tuple(larger), now[0])
+            return self.trials.further(name, tuple(larger), present[0])
         runs = self.trials.runs(self.capacities)
         rows = max((run.phases[LANGUAGE].count for run, *_ in runs), default=1)
         return [(capacity,) for capacity in self.trials.candidates(name, rows)]

@@ -36,9 +36,9 @@ def slot_budget(
         all_at_once = scheduler_of(config.schedule).all_in_flight
         # All rows of the last reader; if that is a generator, also all language rows, because it
         # may leave some unread
-        of_language = sum(rows[LANGUAGE])
-        of_reader = sum(rows[ring.reader.name])
-        most = of_reader if ring.reader.name == LANGUAGE else of_reader + of_language
+        language_rows = sum(rows[LANGUAGE])
+        reader_rows = sum(rows[ring.reader.name])
+        most = reader_rows if ring.reader.name == LANGUAGE else reader_rows + language_rows
         in_flight = most if all_at_once else CHOICE.per_stage * config.stages
     # Rows of every chain for one microbatch of the last chain
     rows_each = [1] * len(ring.chains)

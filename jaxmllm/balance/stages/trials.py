@@ -196,9 +196,9 @@ class Trials:
                 segments = _segments(np.concatenate([*lengths, np.zeros(0, np.int64)]), classes)
             return phase_spec(inputs, classes, segments)
         # Ranks that share rows get their share of the examples, so a row never has more of them.
-        of_group = ceil_divide(self.examples, inputs.ranks // self.span(name))
-        segments = of_group if config.max_segments == "auto" else config.max_segments
-        return phase_spec(inputs, classes, max(segments, of_group))
+        group_examples = ceil_divide(self.examples, inputs.ranks // self.span(name))
+        segments = group_examples if config.max_segments == "auto" else config.max_segments
+        return phase_spec(inputs, classes, max(segments, group_examples))
 
     def given(self, name: str) -> tuple[int, ...] | None:
         """The capacities that the config gives a phase; None: they are to be chosen."""
@@ -265,11 +265,11 @@ class Trials:
         """
         spec = self.spec(capacities)
         runs = self.runs(capacities)
-        of_samples = [run for of_batch in runs for run in of_batch]
-        alone = _single_example_runs(self.largest, spec)
-        rows_read = _rows_read(of_samples, alone, self.read, self.config)
+        sample_runs = [run for of_batch in runs for run in of_batch]
+        single_runs = _single_example_runs(self.largest, spec)
+        rows_read = _rows_read(sample_runs, single_runs, self.read, self.config)
         rows = {
-            name: _most_rows([*of_samples, *alone], name, len(phase.classes))
+            name: _most_rows([*sample_runs, *single_runs], name, len(phase.classes))
             for name, phase in spec.phases.items()
         }
         # One microbatch may read `rows_read` rows, so a run has at least as many.
@@ -347,9 +347,9 @@ class Trials:
 
     def slots(self, name: str, capacities: Capacities) -> int:
         """Slots of a phase on a rank in all samples, each in the possible rows that have fewest."""
-        of_class = np.array(self.spec(capacities).phases[name].capacities)
+        class_slots = np.array(self.spec(capacities).phases[name].capacities)
         return sum(
-            min(int(of_class[run.phases[name].row_class].sum()) for run in of_batch)
+            min(int(class_slots[run.phases[name].row_class].sum()) for run in of_batch)
             for of_batch in self.runs(capacities)
         )
 
@@ -440,17 +440,17 @@ def _balanced_ring(layers: ChainLayers, sampled: Sequence[RunRows], stages: int,
         row_count[name] = sum(phase_rows.count for phase_rows in rows)
         sums = np.array([phase_rows.squares.sum(axis=1) for phase_rows in rows]).sum(axis=0)
         squares[name] = (sums // max(row_count[name], 1)).tolist()
-        of_rows = sum(
+        all_slots = sum(
             int(np.array(capacities)[rows_of_run.row_class].sum()) for rows_of_run in rows
         )
-        slots[name] = of_rows // row_count[name] if row_count[name] else capacities[0]
+        slots[name] = all_slots // row_count[name] if row_count[name] else capacities[0]
     rows_per_microbatch = {
         name: row_count[name] / max(row_count[LANGUAGE], 1) for name in row_count
     }
     chunks = dict(cut.chunks) if cut.layout == "segments" else None
-    of_layers = layers.layers(squares, slots)
+    phase_layers = layers.layers(squares, slots)
     return partition(
-        of_layers,
+        phase_layers,
         stages,
         cut.layout,
         rows_per_microbatch,
