@@ -134,7 +134,7 @@ def continued_steps(
     A new batch size continues in the same order. New weights begin a new mixture, in which every
     source continues from where it was, in the middle of its epoch.
     """
-    order, segment, position = _continued(members, seed, history)
+    order, segment, position = _last_segment_order(members, seed, history)
     return Steps(order, segment.batch_size, filler, "step", segment.step, position)
 
 
@@ -143,11 +143,11 @@ def continued_examples(
 ) -> Longs:
     """Example numbers [B] of a step of the last segment, without planning or loading. Raises
     `IndexError` before that segment."""
-    order, segment, position = _continued(members, seed, history)
+    order, segment, position = _last_segment_order(members, seed, history)
     return batch_examples(order, segment.batch_size, step - segment.step, position)
 
 
-def _continued(
+def _last_segment_order(
     members: Sequence[Member], seed: int, history: Sequence[Segment]
 ) -> tuple[grain.MapDataset[int], Segment, int]:
     """(order of the last segment, the last segment, position in the order where it begins)."""

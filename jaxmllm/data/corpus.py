@@ -45,7 +45,7 @@ class RejectedError(DataError):
         self.rejected = rejected
 
 
-_RESIZED_BY = {
+_SHORTENING_ADVICE = {
     "vision": "lower data.images.max_pixels (data.videos.max_pixels)",
     "audio": "lower data.audio.max_seconds or split the clip",
     "diffusion": "lower data.generated.max_pixels, lower max_frames of data.generated or data.latents, or shorten what "
@@ -61,7 +61,7 @@ _COLUMNS = (
     "item_tokens",
     "item_slot",
 )
-_FINGERPRINTED = (
+_FINGERPRINTED_COLUMNS = (
     "language_length",
     "targets",
     "item_phase",
@@ -207,10 +207,10 @@ class Corpus:
             )
             rendered = render(conversation, self.tokenizer, self.modalities, index.shapes(local))
         except ValueError as error:
-            raise DataError(_not_indexed(index, local, f": {error}")) from error
+            raise DataError(_changed_record_message(index, local, f": {error}")) from error
         same = zlib.crc32(record.strip()) == index.checksum[local]
         if not same or len(rendered.tokens) != index.language_length[local]:
-            raise DataError(_not_indexed(index, local))
+            raise DataError(_changed_record_message(index, local))
         return rendered
 
     @property
@@ -248,7 +248,7 @@ class Corpus:
         """The corpus without the examples that hold an item longer than `limits[phase]` slots, the
         largest row of the phase. They are added to `rejected` with the reason longer_than_row, and
         the other examples get new numbers."""
-        indexes = tuple(index.without(_too_long(index, limits)) for index in self.indexes)
+        indexes = tuple(index.without(_oversized_examples(index, limits)) for index in self.indexes)
         return replace(self, indexes=indexes)
 
     def for_rows(self) -> Corpus:
@@ -277,7 +277,7 @@ class Corpus:
             )
             digest.update(index.id.tobytes() + index.label.tobytes() + index.offset.tobytes())
             digest.update(_flat_shapes(index.item_shape).tobytes())
-        digest.update(b"".join(self._columns[name].tobytes() for name in _FINGERPRINTED))
+        digest.update(b"".join(self._columns[name].tobytes() for name in _FINGERPRINTED_COLUMNS))
         return digest.hexdigest()
 
     @cached_property
@@ -336,14 +336,16 @@ def _flat_shapes(shapes: Ints) -> Ints:
     return shapes[keep]
 
 
-def _not_indexed(index: LengthIndex, example: int, why: str = "") -> str:
+def _changed_record_message(index: LengthIndex, example: int, why: str = "") -> str:
     return (
         f"{index.place(example)}: not the record {str(index.id[example])!r} that was indexed{why}; restore the file "
         "and start the run again with --resume, or begin another run"
     )
 
 
-def _too_long(index: LengthIndex, limits: Mapping[str, int]) -> list[tuple[int, str, str]]:
+def _oversized_examples(
+    index: LengthIndex, limits: Mapping[str, int]
+) -> list[tuple[int, str, str]]:
     """(example, reason, message) of each example with an item beyond the limits; the message is
     about the first such item."""
     refused: dict[int, str] = {}
@@ -358,7 +360,7 @@ def _too_long(index: LengthIndex, limits: Mapping[str, int]) -> list[tuple[int, 
             refused.setdefault(
                 example,
                 f"{shown(media)} takes {index.item_length[item]} slots of the {phase} phase, but its largest row holds "
-                f"{limits[phase]}: {_RESIZED_BY.get(phase, 'shorten it')}, or raise phases.{phase}.capacities",
+                f"{limits[phase]}: {_SHORTENING_ADVICE.get(phase, 'shorten it')}, or raise phases.{phase}.capacities",
             )
     limit = limits.get(LANGUAGE)
     for example in () if limit is None else np.flatnonzero(index.language_length > limit).tolist():

@@ -90,7 +90,7 @@ def build_index(
         known = still_known(stored, formats)
         if stored.stamp == stamp and len(known) == len(stored.index.media.address):
             return stored.index
-    index = _Builder(config.name, config.targets, source, tokenizer, modalities, known).build(
+    index = _IndexBuilder(config.name, config.targets, source, tokenizer, modalities, known).build(
         progress
     )
     write_cache(file, Stored(index, stamp, formats))
@@ -101,12 +101,12 @@ def uncached_index(
     name: str, source: Source, tokenizer: Tokenizer, modalities: Mapping[str, Modality]
 ) -> LengthIndex:
     """The index of a source, built without a cache file; see `build_index`."""
-    builder = _Builder(name, "assistant", source, tokenizer, modalities, {})
+    builder = _IndexBuilder(name, "assistant", source, tokenizer, modalities, {})
     return builder.build(progress=False)
 
 
 @dataclass(frozen=True)
-class _Parsed:
+class _ParsedRecord:
     """A record of a source with its conversation, or with (reason, message) if it has none."""
 
     record: RawRecord
@@ -116,7 +116,7 @@ class _Parsed:
     checksum: int = 0
 
 
-class _Builder:
+class _IndexBuilder:
     """Reads a source chunk by chunk and grows the columns of its index."""
 
     def __init__(
@@ -147,16 +147,16 @@ class _Builder:
         with ThreadPoolExecutor(THREADS) as pool, _progress_bar(self.source, progress) as advance:
             for chunk in chunks(self.source.records()):
                 parsed = list(pool.map(self._parse, chunk))  # resolves media paths on disk
-                self._measure(parsed, pool)
+                self._measure_media(parsed, pool)
                 for line in parsed:
-                    self._add(line)
+                    self._add_record(line)
                 advance(sum(record.size for record in chunk))
-        return self._finish()
+        return self._finished_index()
 
-    def _parse(self, record: RawRecord) -> _Parsed:
+    def _parse(self, record: RawRecord) -> _ParsedRecord:
         id = f"{self.name}:{record.line}"
         if record.refusal is not None:
-            return _Parsed(record, id, None, record.refusal)
+            return _ParsedRecord(record, id, None, record.refusal)
         try:
             value = parse_json(record.text)
             if isinstance(value, dict) and isinstance(value.get("id"), str | int):
@@ -168,24 +168,27 @@ class _Builder:
                 default_source=self.name,
                 targets=self.learned,
             )
-            self._keys(conversation)  # refuses media that no encoder takes
+            self._media_keys(conversation)  # refuses media that no encoder takes
         except ConversationError as error:
-            return _Parsed(record, id, None, (error.reason, str(error)))
-        return _Parsed(
+            return _ParsedRecord(record, id, None, (error.reason, str(error)))
+        return _ParsedRecord(
             record, conversation.id, conversation, checksum=zlib.crc32(record.text.strip())
         )
 
-    def _measure(self, parsed: Iterable[_Parsed], pool: ThreadPoolExecutor) -> None:
+    def _measure_media(self, parsed: Iterable[_ParsedRecord], pool: ThreadPoolExecutor) -> None:
         keys = (
-            key for line in parsed if line.conversation for key in self._keys(line.conversation)
+            key
+            for line in parsed
+            if line.conversation
+            for key in self._media_keys(line.conversation)
         )
         new = [key for key in dict.fromkeys(keys) if key not in self.media]
-        for key, measured in zip(new, pool.map(self._measure_one, new), strict=True):
+        for key, measured in zip(new, pool.map(self._measure_item, new), strict=True):
             # `len` is evaluated before the key is inserted, so it is the key's row in the table.
             # Rows follow the order in which records first name media, however long headers take.
             self.media[key] = len(self.media), measured
 
-    def _measure_one(self, key: MediaKey) -> Measured:
+    def _measure_item(self, key: MediaKey) -> Measured:
         if key in self.known:
             return self.known[key]
         # The stamp is taken before the header is read: a file that changes in between has another
@@ -197,20 +200,20 @@ class _Builder:
         except MediaError as error:
             return Measured(stamp, None, (error.reason, str(error)))
 
-    def _keys(self, conversation: Conversation) -> list[MediaKey]:
+    def _media_keys(self, conversation: Conversation) -> list[MediaKey]:
         return [
             MediaKey(modality_of(item, self.modalities).name, item.part, item.reference.address)
             for item in conversation.media
         ]
 
-    def _add(self, line: _Parsed) -> None:
+    def _add_record(self, line: _ParsedRecord) -> None:
         """Add a record to the columns, or to `rejected` if any of it cannot be used."""
         if line.conversation is None:
             self._reject(line, line.failure)
             return
         rows: list[int] = []
         shapes: list[Shape] = []
-        for key in self._keys(line.conversation):
+        for key in self._media_keys(line.conversation):
             row, measured = self.media[key]
             if measured.shape is None:
                 self._reject(line, measured.failure)
@@ -254,10 +257,10 @@ class _Builder:
                 )
             )
 
-    def _reject(self, line: _Parsed, failure: tuple[str, str]) -> None:
+    def _reject(self, line: _ParsedRecord, failure: tuple[str, str]) -> None:
         self.rejected.append(Rejected(line.id, *self.source.place(line.record.line), *failure))
 
-    def _finish(self) -> LengthIndex:
+    def _finished_index(self) -> LengthIndex:
         id, *example_columns = _columns(self.examples, len(EXAMPLE_COLUMNS))
         phase, media, shape, *item_columns = _columns(self.items, len(ITEM_COLUMNS))
         offset, line, label, length, targets, checksum = (

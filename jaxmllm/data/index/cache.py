@@ -86,7 +86,8 @@ def still_known(stored: Stored, formats: Formats) -> dict[MediaKey, Measured]:
     index = stored.index
     media = index.media
     trusted = {
-        phase: _trust(stored.formats.get(phase, ()), formats[phase]) for phase in index.phases
+        phase: _trusted_outcomes(stored.formats.get(phase, ()), formats[phase])
+        for phase in index.phases
     }
     groups = [
         media.address[start : start + STAMPS_AT_ONCE]
@@ -107,7 +108,7 @@ def still_known(stored: Stored, formats: Formats) -> dict[MediaKey, Measured]:
     return known
 
 
-def _trust(stored: tuple[str, ...], known: tuple[str, ...]) -> tuple[bool, bool]:
+def _trusted_outcomes(stored: tuple[str, ...], known: tuple[str, ...]) -> tuple[bool, bool]:
     """Whether stored shapes, and whether stored failures, would be measured the same today.
 
     A new format can turn refusals into items; a format that is gone can turn items into refusals.

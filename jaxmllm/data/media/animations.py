@@ -17,7 +17,7 @@ from jaxmllm.data.media.reference import MediaError, MediaReference, Stream
 MAX_FRAMES = 100_000  # most frames of a file, so that its times fit into memory
 UNTIMED = Fraction(1, 10)  # seconds of a frame whose stored time is 0, as in browsers
 
-_PNG = b"\x89PNG\r\n\x1a\n"
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ def read_animation(file: Stream, media: MediaReference) -> Animation:
     # Buffered, because most blocks are short and streams are not buffered
     buffered = io.BufferedReader(cast(io.RawIOBase, file))
     try:
-        return _Blocks(buffered, media).animation()
+        return _BlockReader(buffered, media).animation()
     finally:
         buffered.detach()
 
 
-class _Blocks:
+class _BlockReader:
     """The blocks of one file, read one after another."""
 
     def __init__(self, file: io.BufferedReader[Any], media: MediaReference):
@@ -51,16 +51,16 @@ class _Blocks:
     def animation(self) -> Animation:
         head = self.file.read(12)
         if head[:6] in (b"GIF87a", b"GIF89a"):
-            self._gif()
-        elif head[:8] == _PNG:
-            return Animation(*self._png())
+            self._read_gif()
+        elif head[:8] == _PNG_SIGNATURE:
+            return Animation(*self._read_png())
         elif head[:4] == b"RIFF" and head[8:] == b"WEBP":
-            self._webp(int.from_bytes(head[4:8], "little") + 8)
+            self._read_webp(int.from_bytes(head[4:8], "little") + 8)
         else:
-            self._broken("it is no MP4, GIF, WebP or PNG file; convert it (ffmpeg -i FILE out.mp4)")
-        return self._timed()
+            self._fail("it is no MP4, GIF, WebP or PNG file; convert it (ffmpeg -i FILE out.mp4)")
+        return self._timed_animation()
 
-    def _gif(self) -> None:
+    def _read_gif(self) -> None:
         self.file.seek(6)
         self._skip_colors(self._read(7)[4])
         shown = Fraction(0)
@@ -77,10 +77,10 @@ class _Blocks:
                 self._skip_colors(self._read(9)[8])
                 self._read(1)  # the code width of the compressed pixels
                 self._skip_sub_blocks()
-                self._add(shown)
+                self._add_frame(shown)
                 shown = Fraction(0)
             elif kind != b"\0":  # some programs end blocks twice
-                self._broken(f"byte {self.file.tell() - 1} begins no block")
+                self._fail(f"byte {self.file.tell() - 1} begins no block")
 
     def _skip_colors(self, flags: int) -> None:
         if flags & 0x80:
@@ -90,11 +90,11 @@ class _Blocks:
         while size := self._read(1)[0]:
             self._read(size)
 
-    def _png(self) -> tuple[tuple[Fraction, ...], int]:
+    def _read_png(self) -> tuple[tuple[Fraction, ...], int]:
         """(seconds of each frame, Pillow's number of the first frame) of a PNG file."""
         stated = 0
         first_frame = 0
-        self.file.seek(len(_PNG))
+        self.file.seek(len(_PNG_SIGNATURE))
         while True:
             head = self._read(8)
             size = int.from_bytes(head[:4], "big")
@@ -106,7 +106,7 @@ class _Blocks:
                 delay, denominator = (
                     int.from_bytes(data[offset : offset + 2], "big") for offset in (20, 22)
                 )
-                self._add(Fraction(delay, denominator or 100))
+                self._add_frame(Fraction(delay, denominator or 100))
             else:
                 if kind == b"IDAT" and stated and not self.seconds:
                     first_frame = 1
@@ -115,26 +115,26 @@ class _Blocks:
             if kind == b"IEND":
                 break
         if stated != len(self.seconds):
-            self._broken(f"it tells of {stated} frames and has {len(self.seconds)}")
-        return self._timed().seconds, first_frame
+            self._fail(f"it tells of {stated} frames and has {len(self.seconds)}")
+        return self._timed_animation().seconds, first_frame
 
-    def _webp(self, end: int) -> None:
+    def _read_webp(self, end: int) -> None:
         while self.file.tell() < end:
             head = self._read(8)
             size = int.from_bytes(head[4:], "little")
             if head[:4] == b"ANMF":
                 start = self._read(16)
-                self._add(Fraction(int.from_bytes(start[12:15], "little"), 1000))
+                self._add_frame(Fraction(int.from_bytes(start[12:15], "little"), 1000))
                 size -= len(start)
             self._skip(size + size % 2)
 
-    def _timed(self) -> Animation:
+    def _timed_animation(self) -> Animation:
         """The animation, with UNTIMED in place of times of 0."""
         if len(self.seconds) < 2:
             return Animation((UNTIMED,))
         return Animation(tuple(shown or UNTIMED for shown in self.seconds))
 
-    def _add(self, seconds: Fraction) -> None:
+    def _add_frame(self, seconds: Fraction) -> None:
         self.seconds.append(seconds)
         if len(self.seconds) > MAX_FRAMES:
             raise MediaError(
@@ -156,5 +156,5 @@ class _Blocks:
             )
         return data
 
-    def _broken(self, what: str) -> NoReturn:
+    def _fail(self, what: str) -> NoReturn:
         raise MediaError("broken_video_header", f"{self.media} is no animation: {what}")

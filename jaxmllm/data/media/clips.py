@@ -62,7 +62,7 @@ def opened_clip(
       section: the section of the config's `data` that has both keys, for messages.
     """
     if files := media.files():
-        yield _Folder(media, files, folder_fps, section)
+        yield _FolderFrames(media, files, folder_fps, section)
         return
     with media.open() as file:
         if is_video_file(file):
@@ -73,7 +73,7 @@ def opened_clip(
             yield _AnimationFrames(media, animation, image)
 
 
-class _Folder:
+class _FolderFrames:
     """The frames of a folder with one file per frame."""
 
     def __init__(

@@ -36,7 +36,7 @@ def container(file: Stream) -> str:
 
 # Programs that do not know the length write a chunk size of at least this
 STREAMED = 0x7FFF_F000
-_CHUNKS = 1000  # most chunks that are read before the samples, and again after them
+_MAX_CHUNKS = 1000  # most chunks that are read before the samples, and again after them
 
 
 def check_wave(file: Stream, media: MediaReference) -> None:
@@ -50,7 +50,7 @@ def check_wave(file: Stream, media: MediaReference) -> None:
     order: Literal["big", "little"] = "big" if read(file, 0, 4) == b"RIFX" else "little"
     position = 12
     stored_64 = None
-    for _ in range(_CHUNKS):
+    for _ in range(_MAX_CHUNKS):
         head = read(file, position, 8)
         if len(head) < 8:
             return
@@ -82,14 +82,14 @@ def _check_after_data(
     """Raise `MediaError` unless the bytes after the samples, from byte `end` on, are chunks, an
     ID3v1 tag or zeros."""
     position = end
-    for _ in range(_CHUNKS):
+    for _ in range(_MAX_CHUNKS):
         if position >= size or only_zeros(file, position):
             return
         head = read(file, position, 12)
         if head[:3] == b"TAG" and size - position == 128:
             return
         if (head[:4] in (b"RIFF", b"RIFX") and head[8:] == b"WAVE") or head[:4] == b"data":
-            raise _joined(media)
+            raise _joined_error(media)
         chunk_size = int.from_bytes(head[4:8], order)
         if len(head) >= 8 and _is_chunk_name(head[:4]) and position + 8 + chunk_size <= size:
             position += 8 + chunk_size
@@ -112,9 +112,9 @@ def _is_chunk_name(name: bytes) -> bool:
 
 _PAGE_HEAD = 27
 _LARGEST_PAGE = _PAGE_HEAD + 255 + 255 * 255
-_FIRST = 2  # flag of the first page of a stream
-_STREAMS = 16  # most first pages that are read of the parallel streams of a file
-_REVERSED = bytes(int(f"{n:08b}"[::-1], 2) for n in range(256))
+_FIRST_PAGE_FLAG = 2  # flag of the first page of a stream
+_MAX_STREAMS = 16  # most first pages that are read of the parallel streams of a file
+_REVERSED_BITS = bytes(int(f"{n:08b}"[::-1], 2) for n in range(256))
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class _Page:
         """Whether the checksum is right. It is a CRC-32 of the same polynomial as zlib's, but takes
         the bits of each byte in the opposite order, from zero, without the final complement."""
         bare = self.content[:22] + bytes(4) + self.content[26:]
-        mirrored = zlib.crc32(bare.translate(_REVERSED), 0xFFFF_FFFF) ^ 0xFFFF_FFFF
+        mirrored = zlib.crc32(bare.translate(_REVERSED_BITS), 0xFFFF_FFFF) ^ 0xFFFF_FFFF
         return int(f"{mirrored:032b}"[::-1], 2) == int.from_bytes(self.content[22:26], "little")
 
 
@@ -148,22 +148,22 @@ def check_last_page(file: Stream, media: MediaReference) -> None:
 
     Raises `MediaError`: truncated_audio, joined_audio.
     """
-    first_page = _page(file, 0)
+    first_page = _read_page(file, 0)
     if first_page is None:
         return  # libsndfile reports what is wrong with the file
     size = size_of(file)
     begin = max(0, size - 2 * _LARGEST_PAGE)
     tail = read(file, begin, size - begin)
     for match in re.finditer(b"OggS", tail):
-        pages = list(_pages(file, begin + match.start()))
+        pages = list(_read_pages(file, begin + match.start()))
         if pages and pages[0].intact:
             break
     else:
-        raise _cut(media, "its end holds no whole page")
+        raise _cut_error(media, "its end holds no whole page")
     if not only_zeros(file, pages[-1].end):
-        raise _cut(media, f"the page at byte {pages[-1].end} is not whole")
-    if pages[-1].serial not in _serials(file, first_page):
-        raise _joined(media)
+        raise _cut_error(media, f"the page at byte {pages[-1].end} is not whole")
+    if pages[-1].serial not in _stream_serials(file, first_page):
+        raise _joined_error(media)
 
 
 def check_pages(file: Stream, media: MediaReference) -> None:
@@ -176,12 +176,12 @@ def check_pages(file: Stream, media: MediaReference) -> None:
     next_numbers: dict[int, int] = {}  # stream -> number of its next page
     end = 0
     begun = False  # whether a page that is not the first of its stream has been read
-    for page in _pages(file, 0):
-        if page.flags & _FIRST:
+    for page in _read_pages(file, 0):
+        if page.flags & _FIRST_PAGE_FLAG:
             if begun:
-                raise _joined(media)
+                raise _joined_error(media)
             next_numbers[page.serial] = page.number
-        begun = begun or not page.flags & _FIRST
+        begun = begun or not page.flags & _FIRST_PAGE_FLAG
         if not page.intact or next_numbers.get(page.serial) != page.number:
             raise MediaError(
                 "undecodable_audio",
@@ -192,14 +192,14 @@ def check_pages(file: Stream, media: MediaReference) -> None:
     if not only_zeros(file, end):
         size = size_of(file)
         if size - end < _LARGEST_PAGE and read(file, end, 4) == b"OggS":
-            raise _cut(media, f"the page at byte {end} is not whole")
+            raise _cut_error(media, f"the page at byte {end} is not whole")
         raise MediaError(
             "undecodable_audio",
             f"{media} holds something else than OGG pages at byte {end}; copy it again",
         )
 
 
-def _page(file: Stream, position: int) -> _Page | None:
+def _read_page(file: Stream, position: int) -> _Page | None:
     """The page at a position of the file; None if there is no whole one."""
     head = read(file, position, _PAGE_HEAD + 255)
     if len(head) < _PAGE_HEAD or head[:5] != b"OggS\0":
@@ -214,18 +214,18 @@ def _page(file: Stream, position: int) -> _Page | None:
     return _Page(position, head[5], serial, page_number, content)
 
 
-def _pages(file: Stream, position: int) -> Iterator[_Page]:
+def _read_pages(file: Stream, position: int) -> Iterator[_Page]:
     """Consecutive whole pages from a position of the file on."""
-    while (page := _page(file, position)) is not None:
+    while (page := _read_page(file, position)) is not None:
         yield page
         position = page.end
 
 
-def _serials(file: Stream, first_page: _Page) -> set[int]:
+def _stream_serials(file: Stream, first_page: _Page) -> set[int]:
     """Serial numbers of the parallel streams that begin at the beginning of the file."""
     serials = {first_page.serial}
-    for page in islice(_pages(file, first_page.end), _STREAMS):
-        if not page.flags & _FIRST:
+    for page in islice(_read_pages(file, first_page.end), _MAX_STREAMS):
+        if not page.flags & _FIRST_PAGE_FLAG:
             break
         serials.add(page.serial)
     return serials
@@ -238,7 +238,7 @@ _FLAC_FRAME = re.compile(rb"\xff[\xf8\xf9]")  # \xff\xf9: frames of varying size
 _FLAC_BEGIN = re.compile(rb"fLaC[\0\x80]\0\0\x22")
 _FLAC_HEAD = 16  # bytes of the longest frame header
 # Upper limits of the first byte of a number (coded as in UTF-8) that has 1, -, 2, 3, .. bytes
-_NUMBER_SIZES = (0x80, 0xC0, 0xE0, 0xF0, 0xF8, 0xFC, 0xFE, 0xFF)
+_FIRST_BYTE_LIMITS = (0x80, 0xC0, 0xE0, 0xF0, 0xF8, 0xFC, 0xFE, 0xFF)
 
 
 def check_flac(file: Stream, samples: int, media: MediaReference) -> None:
@@ -252,11 +252,11 @@ def check_flac(file: Stream, samples: int, media: MediaReference) -> None:
     frame_size = max(1, int.from_bytes(read(file, start + 8, 2), "big"))
     expected = ceil_divide(samples, frame_size)
     frames = 0
-    for position, data in _overlapping(file, start + 8):
+    for position, data in _overlapping_blocks(file, start + 8):
         second = _FLAC_BEGIN.search(data)
         for match in _FLAC_FRAME.finditer(data, 0, second.start() if second else len(data)):
             head = data[match.start() : match.start() + _FLAC_HEAD]
-            coded_number = _flac_number(head)
+            coded_number = _flac_frame_number(head)
             varying = head[1] & 1  # frames are then numbered by their first sample
             if coded_number == (samples if varying else expected) and (
                 varying or frames == expected
@@ -268,14 +268,14 @@ def check_flac(file: Stream, samples: int, media: MediaReference) -> None:
                 )
             frames += coded_number == frames and not varying
         if second:
-            raise _joined(media)
+            raise _joined_error(media)
 
 
-def _flac_number(head: bytes) -> int | None:
+def _flac_frame_number(head: bytes) -> int | None:
     """The number in a frame header; None if fields or checksum show that the bytes are none."""
     if len(head) < 6 or head[2] >> 4 == 0 or head[2] & 15 == 15 or head[3] >> 4 > 10 or head[3] & 1:
         return None
-    size = next((size for size, limit in enumerate(_NUMBER_SIZES) if head[4] < limit), 7)
+    size = next((size for size, limit in enumerate(_FIRST_BYTE_LIMITS) if head[4] < limit), 7)
     if size == 1 or head[4] == 0xFF:
         return None
     size = max(1, size)
@@ -303,7 +303,7 @@ def _crc_8(data: bytes) -> int:
 # ---------------------------------------------------------------------------- reading
 
 
-def _overlapping(file: Stream, position: int) -> Iterator[tuple[int, bytes]]:
+def _overlapping_blocks(file: Stream, position: int) -> Iterator[tuple[int, bytes]]:
     """(position, bytes) of blocks of a file. They overlap by 2 * _FLAC_HEAD, so that every header
     is whole in at least one block."""
     while data := read(file, position, _BLOCK):
@@ -313,7 +313,7 @@ def _overlapping(file: Stream, position: int) -> Iterator[tuple[int, bytes]]:
         position += _BLOCK - 2 * _FLAC_HEAD
 
 
-def _joined(media: MediaReference) -> MediaError:
+def _joined_error(media: MediaReference) -> MediaError:
     return MediaError(
         "joined_audio",
         f"{media} holds several clips one after the other, and decoders end after the first; encode them as one, or "
@@ -321,7 +321,7 @@ def _joined(media: MediaReference) -> MediaError:
     )
 
 
-def _cut(media: MediaReference, what: str) -> MediaError:
+def _cut_error(media: MediaReference, what: str) -> MediaError:
     return MediaError(
         "truncated_audio", f"{media} is cut ({what}); copy it again, or encode it again"
     )

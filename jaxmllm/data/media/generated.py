@@ -143,7 +143,7 @@ class GeneratedPixels(Generated, Images):
         `MediaError`: those of images and of `opened_clip`."""
         if not isinstance(media, Clip):
             return super().measure(media)
-        with self._opened(media) as frames:
+        with self._open_clip(media) as frames:
             return self._shape_and_frames(frames, media)[0]
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
@@ -151,7 +151,7 @@ class GeneratedPixels(Generated, Images):
         shape_changed, undecodable_image, undecodable_video, unlike_frames."""
         if not isinstance(media, Clip):
             return super().load(media, shape)
-        with self._opened(media) as frames:
+        with self._open_clip(media) as frames:
             shape_now, numbers = self._shape_and_frames(frames, media)
             if shape_now != shape:
                 raise MediaError(
@@ -162,18 +162,18 @@ class GeneratedPixels(Generated, Images):
             pixels = np.stack(list(frames.decoded(self, distinct.tolist(), shape)))
         return self.patches(pixels[inverse], shape)
 
-    def _opened(self, media: Clip) -> AbstractContextManager[Frames]:
-        anyhow = self.folder_fps or 1.0  # times do not matter if all frames are used
-        folder_fps = anyhow if self.fps is None else self.folder_fps
+    def _open_clip(self, media: Clip) -> AbstractContextManager[Frames]:
+        default_fps = self.folder_fps or 1.0  # times do not matter if all frames are used
+        folder_fps = default_fps if self.fps is None else self.folder_fps
         return opened_clip(media, folder_fps, self.sound, self.section)
 
     def _shape_and_frames(self, frames: Frames, media: Clip) -> tuple[Shape, Sequence[int]]:
         """Shape of a clip, and the numbers of the frames of its file or folder that are used."""
         grid = self.grid(*frames.size(self))
-        numbers = self._sampled(frames.seconds, media)
+        numbers = self._sampled_frames(frames.seconds, media)
         return (ceil_divide(len(numbers), self.patch_frames), *grid), numbers
 
-    def _sampled(self, seconds: Sequence[Fraction], media: MediaReference) -> Sequence[int]:
+    def _sampled_frames(self, seconds: Sequence[Fraction], media: MediaReference) -> Sequence[int]:
         """Numbers of the frames to use, given how long each is shown: the frame shown at the middle
         of each interval of 1 / fps seconds, or all frames without `fps`."""
         sampled = self.fps is not None and len(seconds) > 1
@@ -203,15 +203,15 @@ class GeneratedPixels(Generated, Images):
 def item_slots(modality: Modality, shape: Shape, conditions: int) -> int:
     """Slots of an item in its rows. Only generated items have conditions; for all others
     `conditions` is 0."""
-    return max(_slots_before(modality, conditions) + modality.length(shape), conditions)
+    return max(_slots_before_patches(modality, conditions) + modality.length(shape), conditions)
 
 
 def item_real(modality: Modality, shape: Shape, conditions: int) -> int:
     """Slots of an item in its rows that hold data; see `item_slots`."""
-    return _slots_before(modality, conditions) + modality.real(shape)
+    return _slots_before_patches(modality, conditions) + modality.real(shape)
 
 
-def _slots_before(modality: Modality, conditions: int) -> int:
+def _slots_before_patches(modality: Modality, conditions: int) -> int:
     return cast(Generated, modality).first_patch(conditions) if modality.generated else 0
 
 

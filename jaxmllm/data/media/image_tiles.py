@@ -49,11 +49,11 @@ class ClassedTiles(Images):
         chosen = (1, 1)
         nearest = float("inf")
         for rows, columns in self.canvases:
-            off = abs(width / height - columns / rows)
+            difference = abs(width / height - columns / rows)
             small = height * width > 0.5 * self.side**2 * rows * columns
-            if off < nearest or (off == nearest and small):
+            if difference < nearest or (difference == nearest and small):
                 chosen = (rows, columns)
-                nearest = off
+                nearest = difference
         return chosen
 
     def shape_of(self, height: int, width: int) -> Shape:
@@ -95,7 +95,7 @@ class ClassedTiles(Images):
         numbers[: self.real(shape)] = np.append(np.repeat(tiles, height * width), tiles)
         return numbers
 
-    def _drawn(self, image: Image.Image, shape: Shape) -> NDArray[np.uint8]:
+    def _resized_pixels(self, image: Image.Image, shape: Shape) -> NDArray[np.uint8]:
         rows, columns = self.canvas(*upright_size(image))
         side = self.side
         kernel = KERNELS[self.kernel]

@@ -42,7 +42,7 @@ MAX_SCANS = 200
 # it tries
 FILL_STEP = 1e-5
 FILL_MAX_SCALE = 100.0
-_BAND = 1 << 20  # pixels converted to RGB at once
+_BAND_PIXELS = 1 << 20  # pixels converted to RGB at once
 
 # Images of that size are refused below, so Pillow's warning adds nothing.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -57,7 +57,7 @@ KERNELS: dict[ResizeKernel, Image.Resampling] = {
 _ORIENTATION_TAG = 0x0112
 _TILE_WIDTH = 322
 _TILE_LENGTH = 323
-_UPRIGHT = {
+_TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -223,7 +223,7 @@ class Images:
             return (self.side // self.patch_size,) * 2
         cell = self.cell_size
         if self.resize == "fill":
-            rows, columns = _filling(height, width, cell, self.max_pixels // cell**2)
+            rows, columns = _filling_cells(height, width, cell, self.max_pixels // cell**2)
             return rows * self.merge, columns * self.merge
         if self.resize == "smart":
             rows, columns = smart_cells(height, width, cell, self.min_pixels, self.max_pixels)
@@ -274,14 +274,14 @@ class Images:
         try:
             if frame:
                 image.seek(frame)
-            return self._drawn(image, shape)
+            return self._resized_pixels(image, shape)
         except MemoryError:  # the machine's fault, not the file's
             raise
         # Broken bodies surface as OSError, SyntaxError, struct.error, ...
         except Exception as error:
             raise MediaError(reason, f"{media} does not decode: {error}") from error
 
-    def _drawn(self, image: Image.Image, shape: Shape) -> NDArray[np.uint8]:
+    def _resized_pixels(self, image: Image.Image, shape: Shape) -> NDArray[np.uint8]:
         """The pixels of an image's current frame, resized to the grid. Raises Pillow's errors."""
         _, height, width = (size * self.patch_size for size in shape)
         full_size = (self.side, self.side) if self.resize == "square" else (height, width)
@@ -378,7 +378,7 @@ def _orientation(image: Image.Image) -> int:
         orientation = exif.get(_ORIENTATION_TAG, 1)
     except Exception:  # damaged metadata do not make the pixels unusable
         return 1
-    return orientation if orientation in _UPRIGHT else 1
+    return orientation if orientation in _TURNS else 1
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
@@ -387,7 +387,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
     return (width, height) if _orientation(image) >= 5 else (height, width)
 
 
-def _filling(height: int, width: int, cell: int, max_cells: int) -> tuple[int, int]:
+def _filling_cells(height: int, width: int, cell: int, max_cells: int) -> tuple[int, int]:
     """Rows and columns, in cells, of the largest scaled image with at most `max_cells` cells; sides
     are rounded up.
 
@@ -450,25 +450,25 @@ def resized(
         # JPEG can decode at 1/2, 1/4 or 1/8 of its size; never below what is needed
         image.draft(None, size)
     image.load()
-    rgb = _rgb(image).resize(size, kernel)
+    rgb = _to_rgb(image).resize(size, kernel)
     # Turned after resizing: a turned copy of the source would take as much memory as the source.
-    return np.asarray(rgb.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else rgb)
+    return np.asarray(rgb.transpose(_TURNS[orientation]) if orientation in _TURNS else rgb)
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def _to_rgb(image: Image.Image) -> Image.Image:
     """An image of any mode -> RGB; transparent pixels become white. Converted in bands, because
     each intermediate image is a full copy."""
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
     rgb = Image.new("RGB", image.size)
-    rows = max(1, _BAND // image.width)
+    rows = max(1, _BAND_PIXELS // image.width)
     for top in range(0, image.height, rows):
         box = (0, top, image.width, min(top + rows, image.height))
-        rgb.paste(_rgb_band(image.crop(box)), box)
+        rgb.paste(_band_to_rgb(image.crop(box)), box)
     return rgb
 
 
-def _rgb_band(image: Image.Image) -> Image.Image:
+def _band_to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "I" or image.mode.startswith("I;16"):
         # Pillow would clip 16 bits, not scale them
         values = np.asarray(image)

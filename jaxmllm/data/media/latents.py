@@ -79,13 +79,13 @@ class GeneratedLatents(Generated):
         truncated_latents, wrong_latents_length, unsupported_latents, other_channels,
         too_many_frames, divided_patches."""
         with media.open() as file:
-            return self._shape(_stored(file, media), media)
+            return self._shape(_locate_array(file, media), media)
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
         """Patches: float32 [length, features]. Raises `MediaError`: those of `measure`,
         shape_changed."""
         with media.open() as file:
-            stored = _stored(file, media)
+            stored = _locate_array(file, media)
             if (shape_now := self._shape(stored, media)) != shape:
                 raise MediaError(
                     "shape_changed",
@@ -99,7 +99,7 @@ class GeneratedLatents(Generated):
         with np.errstate(over="ignore", invalid="ignore"):  # filling rows checks the result
             return patches_of((latents - mean) / std, self.patch_frames, self.patch_size)
 
-    def _shape(self, stored: _Stored, media: MediaReference) -> Shape:
+    def _shape(self, stored: _ArrayLocation, media: MediaReference) -> Shape:
         """Patch grid of a stored array. Raises `MediaError` if the model has no such latents."""
         sizes = stored.shape
         if len(sizes) not in (3, 4) or min(sizes) < 1:
@@ -113,7 +113,7 @@ class GeneratedLatents(Generated):
                 "other_channels",
                 f"{media} has {sizes[0]} channels, but model.diffusion.channels is {self.channels}",
             )
-        frames = self._frames(sizes[1] if len(sizes) == 4 else 1, media)
+        frames = self._used_frames(sizes[1] if len(sizes) == 4 else 1, media)
         patches = []
         for what, size, key in (
             ("frames", frames, "patch_frames"),
@@ -130,7 +130,7 @@ class GeneratedLatents(Generated):
         time, height, width = patches
         return time, height, width
 
-    def _frames(self, frames: int, media: MediaReference) -> int:
+    def _used_frames(self, frames: int, media: MediaReference) -> int:
         """Number of frames that are used of `frames`."""
         if frames > 1 and not isinstance(media, Clip):
             raise MediaError(
@@ -147,7 +147,7 @@ class GeneratedLatents(Generated):
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _ArrayLocation:
     """Location of an array inside a file."""
 
     dtype: np.dtype[Any]
@@ -164,19 +164,19 @@ class _Stored:
         """Read the array."""
         data = read(file, self.offset, self.size)
         if len(data) < self.size:
-            raise _truncated(media, len(data), self.size)
+            raise _truncated_error(media, len(data), self.size)
         order = "F" if self.by_columns else "C"
         return np.frombuffer(data, self.dtype).reshape(self.shape, order=order)  # type: ignore[call-overload]
 
 
-def _stored(file: Stream, media: MediaReference) -> _Stored:
+def _locate_array(file: Stream, media: MediaReference) -> _ArrayLocation:
     """Location of the array of a file, from its header, checked against the size of the file."""
     is_npy = read(file, 0, len(npy.MAGIC_PREFIX)) == npy.MAGIC_PREFIX
     file.seek(0)
-    stored = _npy(file, media) if is_npy else _safetensors(file, media)
+    stored = _read_npy_header(file, media) if is_npy else _read_safetensors_header(file, media)
     present = size_of(file) - stored.offset
     if present < stored.size:
-        raise _truncated(media, present, stored.size)
+        raise _truncated_error(media, present, stored.size)
     if present > stored.size:
         raise MediaError(
             "wrong_latents_length",
@@ -186,27 +186,27 @@ def _stored(file: Stream, media: MediaReference) -> _Stored:
     return stored
 
 
-def _npy(file: Stream, media: MediaReference) -> _Stored:
+def _read_npy_header(file: Stream, media: MediaReference) -> _ArrayLocation:
     try:
         version = npy.read_magic(file)
         if version not in _NPY_HEADERS:
             raise ValueError(f"version {version}")
         shape, by_columns, dtype = _NPY_HEADERS[version](file)
     except NPY_FAILURES as error:
-        raise _broken(media, f"{type(error).__name__}: {error}") from error
+        raise _broken_header_error(media, f"{type(error).__name__}: {error}") from error
     if dtype.kind != "f" or dtype.itemsize not in (2, 4):
         raise MediaError(
             "unsupported_latents",
             f"{media} holds {dtype}, and .npy files of latents hold float16 or float32; bfloat16 has a name in "
             ".safetensors files alone",
         )
-    return _Stored(dtype, shape, file.tell(), by_columns)
+    return _ArrayLocation(dtype, shape, file.tell(), by_columns)
 
 
-def _safetensors(file: Stream, media: MediaReference) -> _Stored:
+def _read_safetensors_header(file: Stream, media: MediaReference) -> _ArrayLocation:
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= MAX_TENSORS_HEADER:
-        raise _broken(media, f"a header of {length} bytes")
+        raise _broken_header_error(media, f"a header of {length} bytes")
     try:
         header = json.loads(file.read(length))
         tensors = [entry for key, entry in header.items() if key != "__metadata__"]
@@ -221,7 +221,7 @@ def _safetensors(file: Stream, media: MediaReference) -> _Stored:
         KeyError,
         AttributeError,
     ) as error:
-        raise _broken(media, f"{type(error).__name__}: {error}") from error
+        raise _broken_header_error(media, f"{type(error).__name__}: {error}") from error
     if len(named) != 1:
         raise MediaError(
             "unsupported_latents",
@@ -233,19 +233,19 @@ def _safetensors(file: Stream, media: MediaReference) -> _Stored:
             "unsupported_latents",
             f"{media} holds {name}, and latents are one of {', '.join(TENSOR_TYPES)}",
         )
-    stored = _Stored(TENSOR_TYPES[name], tuple(shape), 8 + length)
+    stored = _ArrayLocation(TENSOR_TYPES[name], tuple(shape), 8 + length)
     if min(shape, default=0) < 0 or offsets != [0, stored.size]:
-        raise _broken(media, f"{name}{shape} at {offsets}")
+        raise _broken_header_error(media, f"{name}{shape} at {offsets}")
     return stored
 
 
-def _broken(media: MediaReference, what: str) -> MediaError:
+def _broken_header_error(media: MediaReference, what: str) -> MediaError:
     return MediaError(
         "broken_latents_header", f"{media} is no .npy or .safetensors file of latents: {what}"
     )
 
 
-def _truncated(media: MediaReference, present: int, expected: int) -> MediaError:
+def _truncated_error(media: MediaReference, present: int, expected: int) -> MediaError:
     return MediaError(
         "truncated_latents",
         f"{media} holds {present} of the {expected} bytes that its header says: the file is cut; copy it again",

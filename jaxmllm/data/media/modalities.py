@@ -22,7 +22,7 @@ def modalities(model: ModelConfig, data: DataConfig) -> dict[str, Modality]:
     for phase in model.encoders:
         if phase == "vision" and model.vision is not None:
             in_line = model.language.media_positions == "line"
-            by_phase[phase] = _seen(model.vision, data, in_line)
+            by_phase[phase] = _vision_modality(model.vision, data, in_line)
         if phase == "audio" and model.audio is not None:
             by_phase[phase] = Sounds(
                 sample_rate=data.audio.sample_rate,
@@ -43,7 +43,7 @@ def modalities(model: ModelConfig, data: DataConfig) -> dict[str, Modality]:
     return by_phase
 
 
-def _seen(model: VisionConfig, data: DataConfig, in_line: bool) -> Images:
+def _vision_modality(model: VisionConfig, data: DataConfig, in_line: bool) -> Images:
     """The vision modality; it also reads videos if the model does. `in_line`: as in `Images`."""
     images = data.images
     settings: dict[str, Any] = {

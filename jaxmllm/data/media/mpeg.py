@@ -22,13 +22,13 @@ _KBITS = {  # bit rates of Layer III by MPEG generation; index 0 and 15 have no 
     1: (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
     2: (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
 }
-_RATES = (44_100, 48_000, 32_000)
-_DIVIDERS = {3: 1, 2: 2, 0: 4}  # version bits -> divisor of the rates: MPEG 1, 2, 2.5
-_HEAD = 64  # bytes that are read of a frame: its header, and the fields of an info frame
+_SAMPLE_RATES = (44_100, 48_000, 32_000)
+_RATE_DIVISORS = {3: 1, 2: 2, 0: 4}  # version bits -> divisor of the rates: MPEG 1, 2, 2.5
+_HEAD_BYTES = 64  # bytes that are read of a frame: its header, and the fields of an info frame
 # Bit rate index of the info frames made here: gives them at least 200 bytes at every sample rate
-_ROOMY = 9
-_TAGS = 16  # most tags that are read before a stream, and again after it
-_PADDING = 1 << 20  # a file may end with fewer zero bytes than this
+_INFO_BIT_RATE = 9
+_MAX_TAGS = 16  # most tags that are read before a stream, and again after it
+_MAX_PADDING = 1 << 20  # a file may end with fewer zero bytes than this
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ def open_stream(file: Stream, media: MediaReference) -> MpegStream:
     """Read the beginning of an MP3 file. Raises `MediaError`: broken_audio_header, and
     truncated_audio or joined_audio if the stored size shows it."""
     start = after_id3(file)
-    head = read(file, start, _HEAD)
-    first_frame = _frame(head)
+    head = read(file, start, _HEAD_BYTES)
+    first_frame = _parse_frame(head)
     if first_frame is None:
         raise MediaError(
             "broken_audio_header",
             f"{media} holds no MP3 (MPEG Layer III) frame where its stream begins",
         )
-    has_info, stored, stored_bytes = _info(head, first_frame)
+    has_info, stored, stored_bytes = _parse_info(head, first_frame)
     size = size_of(file)
     if stored_bytes is not None and stored_bytes > size:
         raise MediaError(
@@ -90,9 +90,9 @@ def open_stream(file: Stream, media: MediaReference) -> MpegStream:
             f"{media} has {size} bytes, but its MP3 header says {stored_bytes}: the file is cut; copy it again",
         )
     if stored_bytes is not None:
-        second = read(file, start + stored_bytes, _HEAD)
-        if (frame := _frame(second)) is not None and _info(second, frame)[0]:
-            raise _joined(media, f"a second stream begins at byte {start + stored_bytes}")
+        second = read(file, start + stored_bytes, _HEAD_BYTES)
+        if (frame := _parse_frame(second)) is not None and _parse_info(second, frame)[0]:
+            raise _joined_error(media, f"a second stream begins at byte {start + stored_bytes}")
     understood = stored is not None and head[36:40] != b"VBRI"
     return MpegStream(start, first_frame, has_info, stored, stored_bytes, understood)
 
@@ -109,17 +109,17 @@ def scan(file: Stream, stream: MpegStream, media: MediaReference, max_frames: in
     position = begin
     frames = 0
     while frames < max_frames:
-        head = read(file, position, _HEAD)
-        frame = _frame(head)
+        head = read(file, position, _HEAD_BYTES)
+        frame = _parse_frame(head)
         if frame is None:
             _check_tail(file, position, frames == stream.stored, media)
             break
         if (frame.rate, frame.channels) != (stream.first.rate, stream.first.channels):
-            raise _joined(
+            raise _joined_error(
                 media, f"{frame.rate} Hz in {frame.channels} channels begin at byte {position}"
             )
-        if _info(head, frame)[0]:
-            raise _joined(media, f"a second stream begins at byte {position}")
+        if _parse_info(head, frame)[0]:
+            raise _joined_error(media, f"a second stream begins at byte {position}")
         if position + frame.size > size:
             raise MediaError(
                 "truncated_audio",
@@ -148,12 +148,12 @@ def info_frame(stream: MpegStream, frames: int) -> bytes:
     """
     header = (stream.first.header | 1 << 16) & ~(1 << 9)  # no checksum, no padding
     # With the bit rate of the first frame, the info frame could be too small for the number
-    header = header & ~(15 << 12) | _ROOMY << 12
-    bare = _frame(header.to_bytes(4, "big"))
+    header = header & ~(15 << 12) | _INFO_BIT_RATE << 12
+    bare = _parse_frame(header.to_bytes(4, "big"))
     assert bare is not None
     body = bytearray(bare.size)
     body[:4] = header.to_bytes(4, "big")
-    position = _info_place(bare)
+    position = _info_tag_offset(bare)
     body[position : position + 12] = b"Info" + (1).to_bytes(4, "big") + frames.to_bytes(4, "big")
     return bytes(body)
 
@@ -162,7 +162,7 @@ def after_id3(file: Stream) -> int:
     """Byte at which the stream begins, after ID3v2 tags. Each tag stores its size in four bytes of
     seven bits."""
     position = 0
-    for _ in range(_TAGS):
+    for _ in range(_MAX_TAGS):
         head = read(file, position, 10)
         if head[:3] != b"ID3" or len(head) < 10:
             break
@@ -177,17 +177,17 @@ def read(file: Stream, position: int, size: int) -> bytes:
 
 
 def only_zeros(file: Stream, position: int) -> bool:
-    """Whether all bytes from a position to the end of the file are zeros, less than _PADDING."""
-    tail = read(file, position, _PADDING)
-    return len(tail) < _PADDING and not tail.strip(b"\0")
+    """Whether all bytes from a position to the file's end are zeros, less than _MAX_PADDING."""
+    tail = read(file, position, _MAX_PADDING)
+    return len(tail) < _MAX_PADDING and not tail.strip(b"\0")
 
 
 def is_frame(head: bytes) -> bool:
     """Whether bytes begin with the header of an MP3 frame."""
-    return _frame(head) is not None
+    return _parse_frame(head) is not None
 
 
-def _frame(head: bytes) -> Frame | None:
+def _parse_frame(head: bytes) -> Frame | None:
     """The frame whose header these bytes begin with; None if they begin with no header."""
     if len(head) < 4:
         return None
@@ -202,24 +202,24 @@ def _frame(head: bytes) -> Frame | None:
         return None
     generation = 1 if version == 3 else 2
     samples = 1152 if generation == 1 else 576
-    hertz = _RATES[rate] // _DIVIDERS[version]
+    hertz = _SAMPLE_RATES[rate] // _RATE_DIVISORS[version]
     size = samples // 8 * 1000 * _KBITS[generation][kbits] // hertz + (header >> 9 & 1)
     return Frame(header, size, samples, hertz, 1 if header >> 6 & 3 == 3 else 2)
 
 
-def _info_place(frame: Frame) -> int:
+def _info_tag_offset(frame: Frame) -> int:
     """Offset of the tag in an info frame without checksum: after header and side information."""
     side = {(1152, 2): 32, (1152, 1): 17, (576, 2): 17, (576, 1): 9}[frame.samples, frame.channels]
     return 4 + side
 
 
-def _info(head: bytes, frame: Frame) -> tuple[bool, int | None, int | None]:
+def _parse_info(head: bytes, frame: Frame) -> tuple[bool, int | None, int | None]:
     """(whether a frame is an info frame, frames and bytes that it stores); None: not stored."""
     if head[36:40] == b"VBRI" and len(head) >= 54:
         return True, int.from_bytes(head[50:54], "big") or None, int.from_bytes(head[46:50], "big")
     for position in (
-        _info_place(frame),
-        _info_place(frame) + 2,
+        _info_tag_offset(frame),
+        _info_tag_offset(frame) + 2,
     ):  # some writers leave room for a checksum
         if head[position : position + 4] not in (b"Xing", b"Info"):
             continue
@@ -237,14 +237,14 @@ def _info(head: bytes, frame: Frame) -> tuple[bool, int | None, int | None]:
 def _check_tail(file: Stream, position: int, complete: bool, media: MediaReference) -> None:
     """Raise `MediaError` unless the bytes after the last frame, from byte `position` on, are tags
     or zeros. If the stream is known to be `complete`, anything except another stream may follow."""
-    for _ in range(_TAGS):
+    for _ in range(_MAX_TAGS):
         head = read(file, position, 32)
         if not head:
             return
         if head[:3] == b"ID3" and len(head) >= 10:
             position += _id3_size(head)
             if is_frame(read(file, position, 4)):
-                raise _joined(media, f"a second stream begins at byte {position}")
+                raise _joined_error(media, f"a second stream begins at byte {position}")
         elif head[:8] == b"APETAGEX" and len(head) == 32:
             position += 32 + int.from_bytes(head[12:16], "little")
         elif (
@@ -266,7 +266,7 @@ def _check_tail(file: Stream, position: int, complete: bool, media: MediaReferen
     )
 
 
-def _joined(media: MediaReference, what: str) -> MediaError:
+def _joined_error(media: MediaReference, what: str) -> MediaError:
     return MediaError(
         "joined_audio",
         f"{media} holds several MP3 streams ({what}), and decoders end after the first; encode it as one or split it",

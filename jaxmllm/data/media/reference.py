@@ -85,7 +85,7 @@ class File:
             raise MediaError(
                 "missing_file", f"{self.path} cannot be read: {error.strerror}"
             ) from error
-        return [File(self.path / name) for name in sorted(names, key=_words_and_numbers)]
+        return [File(self.path / name) for name in sorted(names, key=_natural_sort_key)]
 
     def __str__(self) -> str:
         return str(self.path)
@@ -222,7 +222,7 @@ def open_file(path: Path) -> io.FileIO:
         raise MediaError("missing_file", f"{path} cannot be read: {error.strerror}") from error
 
 
-def _words_and_numbers(name: str) -> tuple[tuple[int, str], ...]:
+def _natural_sort_key(name: str) -> tuple[tuple[int, str], ...]:
     """Sort key of a name, by its words and numbers: frame 10 comes after frame 9."""
     pieces = re.split("([0-9]+)", name)
     return tuple((int(piece), piece) if i % 2 else (0, piece) for i, piece in enumerate(pieces))

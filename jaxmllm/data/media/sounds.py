@@ -103,7 +103,7 @@ class Sounds:
         unsupported_sample_rate, empty_audio, audio_too_short, audio_too_long, and, if the beginning
         or end of the file shows it, truncated_audio, joined_audio, wrong_audio_length."""
         with media.open() as file:
-            return self._shape(self._header(file, media), media)
+            return self._shape(self._read_header(file, media), media)
 
     def captions(self, shape: Shape) -> tuple[str, ...]:
         return ()
@@ -117,16 +117,16 @@ class Sounds:
         slots = ceil_divide(shape[0], self.chunk_frames) * self.chunk_slots
         if self.silence == "heard":
             return slots
-        heard = self._slots(shape) + (REACH if self.silence == "stem" else 0)
+        heard = self._clip_slots(shape) + (REACH if self.silence == "stem" else 0)
         return min(slots, round_up(heard, self.format.alignment))
 
-    def _slots(self, shape: Shape) -> int:
+    def _clip_slots(self, shape: Shape) -> int:
         """Slots from the first frame of a clip to its last one."""
         chunks, offset = divmod(shape[0] - 1, self.chunk_frames)
         return chunks * self.chunk_slots + offset + 1
 
     def real(self, shape: Shape) -> int:
-        return self.length(shape) if self.silence == "heard" else self._slots(shape)
+        return self.length(shape) if self.silence == "heard" else self._clip_slots(shape)
 
     def heard(self, shape: Shape) -> int:
         """Number of frames of the clip and of silence that the tower reads."""
@@ -147,7 +147,7 @@ class Sounds:
         return slots
 
     def tokens(self, shape: Shape) -> int:
-        seen = ceil_divide(self._slots(shape), self.stem_stride)
+        seen = ceil_divide(self._clip_slots(shape), self.stem_stride)
         return ceil_divide(seen // self.pool, self.merge)
 
     def load(self, media: MediaReference, shape: Shape) -> NDArray[Any]:
@@ -155,36 +155,36 @@ class Sounds:
         those of `measure`, shape_changed, undecodable_audio (also samples that are not finite),
         samples_out_of_range (beyond MAX_PEAK)."""
         with media.open() as file:
-            header = self._header(file, media)
+            header = self._read_header(file, media)
             if (shape_now := self._shape(header, media)) != shape:
                 raise MediaError(
                     "shape_changed",
                     f"{media} was indexed as {shape[0]} frames but has {shape_now[0]} now",
                 )
             samples = _decode(
-                self._checked_body(file, header, media), header, self.sample_rate, media
+                self._checked_stream(file, header, media), header, self.sample_rate, media
             )
         # The resampler rounds the number of samples by a rule of its own
-        samples = _pad_or_cut(samples, self._samples(header))
+        samples = _pad_or_cut(samples, self._sample_count(header))
         if self.silence != "unseen":  # else the spectrogram mirrors the clip's end
-            samples = _pad_or_cut(samples, self._with_silence(len(samples), shape))
+            samples = _pad_or_cut(samples, self._samples_with_silence(len(samples), shape))
         frames = log_mel(
             samples, self.sample_rate, self.window_length, self.hop_length, self.mel_bins
         )
         return self.laid_out(frames, shape)
 
-    def _with_silence(self, samples: int, shape: Shape) -> int:
+    def _samples_with_silence(self, samples: int, shape: Shape) -> int:
         """Number of samples of a clip with the silence that its frames hear after it.
 
         With `heard` and `stem`, whose frames of silence are read, it ends with the clip's last
         chunk at the latest. With `cut` and `masked`, whose frames of silence are not, it may
         continue past that chunk.
         """
-        within = max(samples + self.window_length, self.length(shape) * self.hop_length)
+        needed = max(samples + self.window_length, self.length(shape) * self.hop_length)
         if self.silence in ("cut", "masked"):
-            return within
+            return needed
         chunks = round_up(shape[0], self.chunk_frames) * self.hop_length
-        return chunks if self.silence == "heard" else min(within, chunks)
+        return chunks if self.silence == "heard" else min(needed, chunks)
 
     def positions(self, shape: Shape) -> NDArray[np.int32]:
         """(attention token, 0, 0) of each frame: [length, 3]."""
@@ -207,7 +207,7 @@ class Sounds:
         line = start + np.arange(self.tokens(shape))
         return np.repeat(line[:, None], 3, axis=1), start + len(line)
 
-    def _header(self, file: Stream, media: MediaReference) -> _Header:
+    def _read_header(self, file: Stream, media: MediaReference) -> _Header:
         """Sample rate and length of a file, without decoding."""
         kind = container(file)
         if size_of(file) == 0:
@@ -220,7 +220,7 @@ class Sounds:
             stream = mpeg.open_stream(file, media)
             if not stream.understood:
                 frames = (
-                    self._scan(file, stream, media).frames
+                    self._scan_frames(file, stream, media).frames
                     if stream.stored is None
                     else stream.stored
                 )
@@ -230,7 +230,9 @@ class Sounds:
         with _open_sound(file, media) as sound:
             return _Header(kind, sound.samplerate, sound.frames, stream if kind == "MP3" else None)
 
-    def _scan(self, file: Stream, stream: mpeg.MpegStream, media: MediaReference) -> mpeg.Scan:
+    def _scan_frames(
+        self, file: Stream, stream: mpeg.MpegStream, media: MediaReference
+    ) -> mpeg.Scan:
         """Scan the frames of an MP3 stream, up to one more than the most that could be used."""
         longest = (
             int(min(self.max_seconds * stream.first.rate, 2**62) + mpeg.DECODER_DELAY)
@@ -240,7 +242,7 @@ class Sounds:
             file, stream, media, (longest if stream.stored is None else stream.stored) + 1
         )
 
-    def _checked_body(self, file: Stream, header: _Header, media: MediaReference) -> Stream:
+    def _checked_stream(self, file: Stream, header: _Header, media: MediaReference) -> Stream:
         """The stream to decode with libsndfile, after checks that it will not leave anything out.
         Reads the whole file."""
         if header.kind == "OGG":
@@ -248,14 +250,14 @@ class Sounds:
         elif header.kind == "FLAC":
             check_flac(file, header.frames, media)
         elif header.stream is not None:
-            scan = self._scan(file, header.stream, media)
+            scan = self._scan_frames(file, header.stream, media)
             begin = header.stream.start if header.stream.understood else scan.begin
             file.seek(begin)
             info = b"" if header.stream.understood else mpeg.info_frame(header.stream, scan.frames)
             return BytesIO(info + file.read(scan.end - begin))
         return file
 
-    def _samples(self, header: _Header) -> int:
+    def _sample_count(self, header: _Header) -> int:
         return ceil_divide(header.frames * self.sample_rate, header.rate)
 
     def _shape(self, header: _Header, media: MediaReference) -> Shape:
@@ -278,7 +280,7 @@ class Sounds:
                 f"{media} lasts {header.frames / header.rate:.1f} s, more than data.audio.max_seconds = "
                 f"{self.max_seconds:g}; raise it or split the clip",
             )
-        shape = ceil_divide(self._samples(header), self.hop_length), 1, 1
+        shape = ceil_divide(self._sample_count(header), self.hop_length), 1, 1
         if not self.tokens(shape):
             raise MediaError(
                 "audio_too_short",
@@ -326,22 +328,22 @@ def mel_filters(sample_rate: int, window: int, mel_bins: int) -> NDArray[np.floa
     return (triangles * 2 / (high - low)).astype(np.float32)
 
 
-_BREAK = 1000.0  # hertz; Slaney's scale is linear below, logarithmic above
-_LINEAR = 200 / 3  # hertz per mel
+_BREAK_HERTZ = 1000.0  # Slaney's scale is linear below, logarithmic above
+_HERTZ_PER_MEL = 200 / 3  # in the linear part
 _LOG_STEP = np.log(6.4) / 27
 
 
 def _hertz_to_mel(hertz: float) -> float:
     return (
-        hertz / _LINEAR
-        if hertz < _BREAK
-        else _BREAK / _LINEAR + float(np.log(hertz / _BREAK) / _LOG_STEP)
+        hertz / _HERTZ_PER_MEL
+        if hertz < _BREAK_HERTZ
+        else _BREAK_HERTZ / _HERTZ_PER_MEL + float(np.log(hertz / _BREAK_HERTZ) / _LOG_STEP)
     )
 
 
 def _mel_to_hertz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
-    above = mel - _BREAK / _LINEAR
-    return np.where(above < 0, mel * _LINEAR, _BREAK * np.exp(_LOG_STEP * above))
+    above = mel - _BREAK_HERTZ / _HERTZ_PER_MEL
+    return np.where(above < 0, mel * _HERTZ_PER_MEL, _BREAK_HERTZ * np.exp(_LOG_STEP * above))
 
 
 @dataclass(frozen=True)

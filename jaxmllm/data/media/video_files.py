@@ -65,19 +65,19 @@ class VideoFile:
                 f"{self.media} is a video file, and the package av, which reads these, is not installed; {INSTALL}, or "
                 "write its frames into a folder",
             )
-        self.seconds: Sequence[Fraction] = self._times()
-        self._frames = self._decoded()
-        self._first: Image.Image | None = None
+        self.seconds: Sequence[Fraction] = self._frame_seconds()
+        self._remaining_images = self._decoded()
+        self._first_image: Image.Image | None = None
 
     def first(self) -> Image.Image:
         """The first frame."""
-        if self._first is None:
-            self._first = next(self._frames)
-        return self._first
+        if self._first_image is None:
+            self._first_image = next(self._remaining_images)
+        return self._first_image
 
     def images(self, indices: Sequence[int]) -> Iterator[Image.Image]:
         """The frames of these ascending indices. Raises `MediaError("undecodable_video")`."""
-        frames = self._all()
+        frames = self._all_images()
         decoded = -1
         for index in indices:
             while decoded < index:
@@ -85,12 +85,12 @@ class VideoFile:
                 decoded += 1
             yield image
 
-    def _all(self) -> Iterator[Image.Image]:
+    def _all_images(self) -> Iterator[Image.Image]:
         yield self.first()
-        yield from self._frames
+        yield from self._remaining_images
 
     @contextmanager
-    def _opened(self, reason: str) -> Iterator[tuple[Any, Any]]:
+    def _open_video(self, reason: str) -> Iterator[tuple[Any, Any]]:
         """The container and its only video stream. Errors of av become a `MediaError` of this
         reason, and so do those of the code that uses them."""
         import av
@@ -98,7 +98,7 @@ class VideoFile:
         self.file.seek(0)
         try:
             with av.open(self.file, format="mp4") as container:
-                yield container, self._video(container)
+                yield container, self._video_stream(container)
         except (av.FFmpegError, ValueError) as error:
             if isinstance(error, MediaError):
                 raise
@@ -109,7 +109,7 @@ class VideoFile:
             )
             raise MediaError(reason, f"{self.media} {what}: {error}") from error
 
-    def _video(self, container: Any) -> Any:
+    def _video_stream(self, container: Any) -> Any:
         """The only video stream of a container. Raises `MediaError` if it cannot be used."""
         if self.sound == "refuse" and container.streams.audio:
             raise MediaError(
@@ -141,9 +141,9 @@ class VideoFile:
         video.codec_context.thread_count = 1  # parallelism comes from worker processes
         return video
 
-    def _times(self) -> tuple[Fraction, ...]:
+    def _frame_seconds(self) -> tuple[Fraction, ...]:
         """Seconds that each frame is shown, from the packets."""
-        with self._opened("broken_video_header") as (container, video):
+        with self._open_video("broken_video_header") as (container, video):
             stated = video.frames
             shown = []
             packets = 0
@@ -152,7 +152,7 @@ class VideoFile:
                     continue
                 packets += 1
                 if packet.is_corrupt:
-                    self._cut()
+                    self._fail_truncated()
                 if packet.pts is None:
                     self._refuse("does not say when its frames are shown; write it anew")
                 if not packet.is_discard:  # discarded packets are cut away by an edit list
@@ -163,7 +163,7 @@ class VideoFile:
                         f"{self.media} has more than {MAX_FRAMES} frames; split it",
                     )
             if packets < stated or not shown:
-                self._cut()
+                self._fail_truncated()
             shown.sort()
             unit = Fraction(video.time_base)
         starts = [start for start, _ in shown]
@@ -177,21 +177,21 @@ class VideoFile:
 
     def _decoded(self) -> Iterator[Image.Image]:
         """Decode the frames one by one, upright. Raises `MediaError("undecodable_video")`."""
-        with self._opened("undecodable_video") as (container, video):
+        with self._open_video("undecodable_video") as (container, video):
             video.codec_context.options = {"err_detect": "explode"}
             decoded = 0
             for frame in container.decode(video):
                 if frame.is_corrupt:
                     break
                 decoded += 1
-                yield _upright(frame)
+                yield _upright_image(frame)
             if decoded < len(self.seconds):
                 raise MediaError(
                     "undecodable_video",
                     f"{self.media} has {len(self.seconds)} frames, of which {decoded} decode; copy it again",
                 )
 
-    def _cut(self) -> NoReturn:
+    def _fail_truncated(self) -> NoReturn:
         raise MediaError(
             "truncated_video", f"{self.media} ends before its last frame does; copy it again"
         )
@@ -200,7 +200,7 @@ class VideoFile:
         raise MediaError("unsupported_video", f"{self.media} {what}")
 
 
-def _upright(frame: Any) -> Image.Image:
+def _upright_image(frame: Any) -> Image.Image:
     """The picture of a frame, turned and mirrored as its display matrix asks."""
     image = frame.to_image()
     angle = frame.rotation  # counter-clockwise, as Pillow counts it

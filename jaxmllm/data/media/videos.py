@@ -98,10 +98,10 @@ class ImagesAndVideos(Images):
         `MediaError`: those of images and of `opened_clip`, too_few_frames."""
         if not isinstance(media, Clip):
             return super().measure(media)
-        with self._opened(media) as frames:
+        with self._open_clip(media) as frames:
             return self._shape_of_frames(frames, media)
 
-    def _opened(self, media: Clip) -> AbstractContextManager[Frames]:
+    def _open_clip(self, media: Clip) -> AbstractContextManager[Frames]:
         return opened_clip(media, self.videos.folder_fps, self.videos.sound, "videos")
 
     def _shape_of_frames(self, frames: Frames, media: Clip) -> ClipShape:
@@ -138,7 +138,7 @@ class ImagesAndVideos(Images):
 
         Raises `MediaError`: those of `measure`, shape_changed, undecodable_video, unlike_frames.
         """
-        with self._opened(clip) as frames:
+        with self._open_clip(clip) as frames:
             shape = self._shape_of_frames(frames, clip)
             if numbers[-1] >= shape[0] or shape.group != group:
                 raise MediaError(
@@ -146,14 +146,14 @@ class ImagesAndVideos(Images):
                     f"{clip} was indexed as at least {numbers[-1] + 1} groups of {group[1:]} patches but is "
                     f"{shape[0]} of {shape.group[1:]} now",
                 )
-            yield from self._groups(frames, numbers, shape, clip)
+            yield from self._group_patches(frames, numbers, shape, clip)
 
-    def _groups(
+    def _group_patches(
         self, frames: Frames, numbers: Sequence[int], shape: ClipShape, clip: Clip
     ) -> Iterator[NDArray[Any]]:
         """As `load_groups`, for an open clip of this shape."""
         sampled = self.sampled_frames(shape.frames, shape.rate, clip)
-        groups = [self._group(sampled, group_index) for group_index in numbers]
+        groups = [self._group_frames(sampled, group_index) for group_index in numbers]
         distinct = sorted({frame for of_group in groups for frame in of_group})
         reader = self.frame_images(len(sampled))
         decoded = zip(distinct, frames.decoded(reader, distinct, shape), strict=True)
@@ -170,7 +170,7 @@ class ImagesAndVideos(Images):
         if self.videos.times != "text" or not isinstance(shape, ClipShape):
             return ()
         sampled = self.sampled_frames(shape.frames, shape.rate)
-        groups = (self._group(sampled, group_index) for group_index in range(shape[0]))
+        groups = (self._group_frames(sampled, group_index) for group_index in range(shape[0]))
         ends = ((group[0] / shape.rate, group[-1] / shape.rate) for group in groups)
         return tuple(f"<{(start + end) / 2:.1f} seconds>" for start, end in ends)
 
@@ -202,7 +202,7 @@ class ImagesAndVideos(Images):
         sampled = self.sampled_frames(shape.frames, shape.rate)
         return self.patch_frames / (len(sampled) / shape.frames * shape.rate)
 
-    def _group(self, sampled: Sequence[int], group_index: int) -> tuple[int, ...]:
+    def _group_frames(self, sampled: Sequence[int], group_index: int) -> tuple[int, ...]:
         """The frames of a group; the last sampled frame fills up an incomplete one."""
         indices = range(group_index * self.patch_frames, (group_index + 1) * self.patch_frames)
         return tuple(sampled[min(index, len(sampled) - 1)] for index in indices)

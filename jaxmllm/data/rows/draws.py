@@ -96,11 +96,11 @@ class StepDraws:
 
     def of(self, index: int, item: int, patches: int) -> Draws:
         """As `DrawRule.of`, with the item's example given by its `index` in the batch."""
-        id, before = self._ids[index]
+        id, before = self._counted_ids[index]
         return self.rule.of(self.step, id, item, patches, before)
 
     @cached_property
-    def _ids(self) -> list[tuple[str, int]]:
+    def _counted_ids(self) -> list[tuple[str, int]]:
         """(id, number of earlier examples of the batch with the same id) of each example: [B]."""
         counts: Counter[str] = Counter()
         ids = []

@@ -52,7 +52,7 @@ def encoder_rows(
     Raises `MisalignmentError`, and `CancelledError` once the batch is no longer wanted.
     """
     row_format = batch.modalities[phase].format
-    _check_tokens(phase, plan, row_format)
+    _check_token_bounds(phase, plan, row_format)
     local = LocalRows(phase, plan, ranks)
     rows = empty_rows(local, lambda row_count, slots: _empty_row(row_count, slots, row_format))
     filling = _Filling(batch.modalities[phase], batch.items.phases[phase], local, rows)
@@ -102,14 +102,14 @@ class Filling(ABC):
 
         # Threads take their next items from one shared iterator: a task per item would cost more
         # than loading a small item does. Several threads may safely advance the iterator of a list.
-        groups = _together(items.tolist(), spans, self.items.example)
+        groups = _group_by_clip(items.tolist(), spans, self.items.example)
         unloaded = iter(groups)
 
         def load(_: int) -> list[tuple[int, str]]:
             return [
                 (item, message)
                 for together in unloaded
-                for item, message in self._load(together, spans, batch.cancelled)
+                for item, message in self._load_items(together, spans, batch.cancelled)
                 if message is not None
             ]
 
@@ -121,7 +121,7 @@ class Filling(ABC):
         # Several hosts may fill the same row: only the host of its first rank reports the failure.
         return [message for item, message in failures if plan.rank[item] in self.local.ranks]
 
-    def _load(
+    def _load_items(
         self, items: Sequence[int], spans: Mapping[int, MediaSpan], cancelled: Callable[[], bool]
     ) -> Iterator[tuple[int, str | None]]:
         """Fill the slots of items of one file, and yield each item with None, or with a message if
@@ -151,7 +151,7 @@ class Filling(ABC):
                 except MediaError as error:
                     broken = error
                 except Exception as error:
-                    raise _named(error, span.reference) from error
+                    raise _error_with_media(error, span.reference) from error
             message = (
                 self._unusable_reason(features, feature_slots, span)
                 if broken is None
@@ -188,7 +188,7 @@ class Filling(ABC):
         return None
 
 
-def _together(
+def _group_by_clip(
     items: Sequence[int], spans: Mapping[int, MediaSpan], example: Ints
 ) -> list[list[int]]:
     """Items in lists that one thread loads in order: the groups of frames of one video together, so
@@ -198,7 +198,7 @@ def _together(
         last_item = groups[-1][-1] if groups else item
         last_media = spans[last_item].reference
         media = spans[item].reference
-        goes_on = (
+        continues_clip = (
             isinstance(last_media, FrameGroup)
             and isinstance(media, FrameGroup)
             and (last_media.clip, example[last_item]) == (media.clip, example[item])
@@ -206,7 +206,7 @@ def _together(
             # lower one.
             and last_media.number < media.number
         )
-        if goes_on:
+        if continues_clip:
             groups[-1].append(item)
         else:
             groups.append([item])
@@ -245,7 +245,7 @@ class _Filling(Filling):
         row["valid"][row_index, first_token : first_token + int(self.items.tokens[item])] = True
 
 
-def _check_tokens(phase: str, plan: PhasePlan, row_format: RowFormat) -> None:
+def _check_token_bounds(phase: str, plan: PhasePlan, row_format: RowFormat) -> None:
     """Raise `MisalignmentError` if a row ends, or an item begins, inside a language token."""
     slots_per_token = row_format.slots_per_token
     for name, slots in (("capacity", plan.capacity), ("offset", plan.offset)):
@@ -256,7 +256,7 @@ def _check_tokens(phase: str, plan: PhasePlan, row_format: RowFormat) -> None:
             )
 
 
-def _named(error: Exception, media: MediaReference) -> Exception:
+def _error_with_media(error: Exception, media: MediaReference) -> Exception:
     """An error that is not the fault of the media, with the item that was loading in its text."""
     where = shown(media)
     if isinstance(error, MemoryError):

@@ -39,7 +39,7 @@ from jaxmllm.phases import LANGUAGE
 DECODE_THREADS = min(4, os.cpu_count() or 1)
 
 
-def _never() -> bool:
+def _never_cancelled() -> bool:
     return False
 
 
@@ -115,7 +115,7 @@ class StepFiller:
     draws: DrawRule | None = None  # random values of generated items, required if there are any
 
     def __call__(
-        self, step: int, examples: Longs, cancelled: Callable[[], bool] = _never
+        self, step: int, examples: Longs, cancelled: Callable[[], bool] = _never_cancelled
     ) -> HostStep:
         items = self.corpus.gather(examples)
         plan = (
@@ -131,7 +131,7 @@ class StepFiller:
         examples: Longs,
         items: BatchItems,
         plan: StepPlan,
-        cancelled: Callable[[], bool] = _never,
+        cancelled: Callable[[], bool] = _never_cancelled,
     ) -> HostStep:
         """Load and lay out the items that `plan` places on the local ranks.
 

@@ -83,15 +83,15 @@ def finish_encoder_row(
     # order[rank, place] is the language token, by its number in the plan, that is at `place` of the
     # row. Every move of slots updates it; its inverse is `places`.
     order = np.tile(np.arange(row["valid"].shape[1], dtype=np.int32), (len(row["valid"]), 1))
-    moved = ["features", "segments", "positions"]
+    slot_columns = ["features", "segments", "positions"]
     window = attention.windows[phase].window if phase in attention.windows else None
     if window is not None:
         order = window_order(
             row["segments"], row["positions"], window, slots_per_token, block_slots
         )
-        _reorder(row, moved, _expand(order, slots_per_token))
+        _reorder(row, slot_columns, _expand(order, slots_per_token))
         row["windows"] = window_numbers(row["segments"], row["positions"], window)
-        moved.append("windows")
+        slot_columns.append("windows")
     ids = [item_ids(of_rank) for of_rank in row["segments"][:, ::stride]]
     # Blocks are dealt in stretches, so that no part cuts a language token or a group of slots that
     # the tower takes as a whole.
@@ -110,7 +110,7 @@ def finish_encoder_row(
         # Before the slots move: afterwards a block has other neighbours.
         if row_format.margin:
             row["margins"] = block_margins(row, blocks, block_slots, row_format.margin)
-        _reorder(row, moved, _expand(stretches, stretch_slots))
+        _reorder(row, slot_columns, _expand(stretches, stretch_slots))
         order = np.take_along_axis(order, _expand(stretches, stretch_slots // slots_per_token), 1)
     row["places"] = np.argsort(order, axis=1).astype(np.int32)
     if phase in attention.runs:
@@ -127,8 +127,8 @@ def block_margins(row: Row, blocks: Ints, size: int, margin: int) -> Row:
     """
     # Zeros in front put slot s of the row at s + margin, so the slots before block b begin at
     # b * size, and those after it at (b + 1) * size + margin.
-    beside = np.concatenate([np.arange(margin), np.arange(size, size + margin) + margin])
-    slots = (blocks[:, :, None] * size + beside).reshape(len(blocks), -1)
+    offsets = np.concatenate([np.arange(margin), np.arange(size, size + margin) + margin])
+    slots = (blocks[:, :, None] * size + offsets).reshape(len(blocks), -1)
     margins = {}
     for name in ("features", "segments", "positions"):
         widths = ((margin, margin), *((0, 0),) * (row[name].ndim - 2))
@@ -155,9 +155,9 @@ def finish_language_row(row: Row, attention: AttentionSpec, span: int = 1) -> No
     layers = {"tiles": (1, ids)}
     if LANGUAGE in attention.windows:
         windows = attention.windows[LANGUAGE]
-        narrow = [of_rank.within(windows.window) for of_rank in ids]
+        window_ids = [of_rank.within(windows.window) for of_rank in ids]
         windowed = sum(windows.windowed)
-        layers = {"tiles": (windows.layers - windowed, ids), "window_tiles": (windowed, narrow)}
+        layers = {"tiles": (windows.layers - windowed, ids), "window_tiles": (windowed, window_ids)}
     # All layers share one assignment of blocks to parts, so blocks are dealt by their total work in
     # full and in windowed layers.
     blocks = deal_blocks(list(layers.values()), row["segments"].shape[1], block, parts)
@@ -166,8 +166,8 @@ def finish_language_row(row: Row, attention: AttentionSpec, span: int = 1) -> No
     if LANGUAGE in attention.runs:
         row["runs"] = document_runs(row["segments"], attention.runs[LANGUAGE])
     if parts > 1:
-        moved = ["tokens", "targets", "segments", "positions", "media", "groups"]
-        _reorder(row, [*moved, "states"] if "states" in row else moved, row["order"])
+        slot_columns = ["tokens", "targets", "segments", "positions", "media", "groups"]
+        _reorder(row, [*slot_columns, "states"] if "states" in row else slot_columns, row["order"])
 
 
 def finish_generator_row(row: Row, attention: AttentionSpec, phase: str, span: int = 1) -> None:
@@ -181,27 +181,27 @@ def finish_generator_row(row: Row, attention: AttentionSpec, phase: str, span: i
     seen = row["segments"]
     block, parts = attention.of(phase, seen.shape[1], span)
     crossed: list[Tiles] = []
-    moved = ["features", "segments", "positions", "owners", "patches", "conditions"]
+    slot_columns = ["features", "segments", "positions", "owners", "patches", "conditions"]
     if phase in attention.crossed:
         rank_segments = zip(seen, row["readers"], strict=True)
         crossed = [crossed_tiles(*of_rank, block) for of_rank in rank_segments]
         row["padded"] = lacking(seen, row["readers"], attention.crossed[phase])
-        moved += ["readers", "padded"]
+        slot_columns += ["readers", "padded"]
     ids = [item_ids(of_rank) for of_rank in seen]
     block_count = seen.shape[1] // block
-    apart = [TILE * np.bincount(tiles.query, minlength=block_count) for tiles in crossed]
-    blocks = deal_blocks([(1, ids)], seen.shape[1], block, parts, apart)
+    cross_work = [TILE * np.bincount(tiles.query, minlength=block_count) for tiles in crossed]
+    blocks = deal_blocks([(1, ids)], seen.shape[1], block, parts, cross_work)
     row["tiles"] = tile_tables(ids, blocks, block, parts)
     if phase in attention.crossed:
         row["cross_tiles"] = dealt_tables(crossed, blocks, parts)
     row["order"] = _expand(blocks, block)
     if parts > 1:
         if "partners" in row:
-            moved.append("partners")
+            slot_columns.append("partners")
             # A partner is named by its slot, so first the numbers change, then they are dealt.
             new_slots = np.argsort(row["order"], axis=1).astype(np.int32)
             row["partners"] = np.take_along_axis(new_slots, row["partners"], axis=1)
-        _reorder(row, moved, row["order"])
+        _reorder(row, slot_columns, row["order"])
 
 
 def lacking(patches: Ints, conditions: Ints, min_conditions: int) -> Ints:

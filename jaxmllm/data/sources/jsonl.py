@@ -89,7 +89,7 @@ class JsonLines:
         """
         if "\0" in name or not name:
             raise ConversationError("wrong_type", f"{name!r} is no file path")
-        inner = None if os.path.isabs(name) else self._below_root(name)
+        inner = None if os.path.isabs(name) else self._path_below_root(name)
         if inner is None:
             raise ConversationError(
                 "path_escapes_root",
@@ -101,7 +101,7 @@ class JsonLines:
         # `normpath` would not respect.
         return self.media(inner if ".." in name.split(os.sep) else os.path.normpath(name))
 
-    def _below_root(self, name: str) -> str | None:
+    def _path_below_root(self, name: str) -> str | None:
         """The path from the root to a file, None if it is not below the root. Symlinks are resolved
         if there are any, or if the path has `..`."""
         top = os.fspath(self.root)
@@ -119,20 +119,20 @@ class JsonLines:
 
     def media_stamp(self, address: str) -> tuple[int, int]:
         path = os.path.join(self.root, address)
-        if self._below_root(address) is None:  # a link may lead elsewhere by now
+        if self._path_below_root(address) is None:  # a link may lead elsewhere by now
             return MISSING
         try:
             status = os.stat(path)
             if stat.S_ISDIR(status.st_mode):
                 with os.scandir(path) as entries:
-                    files = [status, *map(_status, entries)]
+                    files = [status, *map(_entry_status, entries)]
                 return sum(file.st_size for file in files), max(file.st_mtime_ns for file in files)
         except OSError:
             return MISSING
         return status.st_size, status.st_mtime_ns
 
 
-def _status(entry: os.DirEntry[str]) -> os.stat_result:
+def _entry_status(entry: os.DirEntry[str]) -> os.stat_result:
     """Status of a file in a folder, or of the link itself if its target does not exist (an editor's
     lock)."""
     try:

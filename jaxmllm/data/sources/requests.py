@@ -30,9 +30,9 @@ from jaxmllm.data.text.conversation import MEDIA_LISTS, ConversationError, parse
 
 KEYS = ("prompt", "messages", *MEDIA_LISTS.values(), "size", "frames", "seed", "name")
 PROMPT = "--prompt"  # stands for the path when the only entry comes from the command line
-_SIZE = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,5})")
-_ADDRESS = re.compile(rf"{BLANK}\d+x\d+x\d+")
-_NAME = re.compile(r"[^/\\\0\ud800-\udfff]+")  # no surrogates: file names cannot have them
+_SIZE_PATTERN = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,5})")
+_BLANK_ADDRESS = re.compile(rf"{BLANK}\d+x\d+x\d+")
+_NAME_PATTERN = re.compile(r"[^/\\\0\ud800-\udfff]+")  # no surrogates: file names cannot have them
 _LONGEST_NAME = 200  # bytes; a file name with its ending may have 255
 
 
@@ -70,14 +70,15 @@ class Requests:
         if not records:
             raise DataError(f"--jsonl: {path} holds no line")
         return cls(
-            source.path, _named(_entry(raw, i, seed) for i, raw in enumerate(records, start=1))
+            source.path,
+            _uniquely_named(_parse_entry(raw, i, seed) for i, raw in enumerate(records, start=1)),
         )
 
     @classmethod
     def of_prompt(cls, prompt: str, size: str, frames: int | None, seed: int) -> Requests:
         """One request for a picture of a prompt, or for a clip of `frames` frames."""
         text = json.dumps({"prompt": prompt, "size": size, "frames": frames}).encode()
-        return cls(Path(PROMPT), (_entry(RawRecord(1, 0, len(text), text), 1, seed),))
+        return cls(Path(PROMPT), (_parse_entry(RawRecord(1, 0, len(text), text), 1, seed),))
 
     def size(self) -> int:
         return sum(len(entry.record) for entry in self.entries)
@@ -97,7 +98,7 @@ class Requests:
         return str(self.path), line
 
     def resolve(self, name: str) -> MediaReference:
-        if _ADDRESS.fullmatch(name):
+        if _BLANK_ADDRESS.fullmatch(name):
             return Blank.at(name)
         return self._files.resolve(name)
 
@@ -112,7 +113,7 @@ class Requests:
         return JsonLines(self.path, self.path.parent)
 
 
-def _named(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+def _uniquely_named(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     named: dict[str, Entry] = {}
     for entry in entries:
         holder = named.setdefault(entry.name, entry)
@@ -123,22 +124,22 @@ def _named(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     return tuple(named.values())
 
 
-def _entry(raw: RawRecord, number: int, seed: int) -> Entry:
+def _parse_entry(raw: RawRecord, number: int, seed: int) -> Entry:
     """The entry of a line; `number` counts the entries from 1."""
     refusal = raw.refusal
     name = f"{number:04}"
     record = b""
     if refusal is None:
         try:
-            asked = _checked(parse_json(raw.text))
+            asked = _checked_entry(parse_json(raw.text))
             name = asked.get("name", name)
-            record = _conversation(asked, number, asked.get("seed", seed))
+            record = _conversation_record(asked, number, asked.get("seed", seed))
         except ConversationError as error:
             refusal = error.reason, str(error)
     return Entry(raw.line, name, record, refusal)
 
 
-def _checked(asked: Any) -> dict[str, Any]:
+def _checked_entry(asked: Any) -> dict[str, Any]:
     """A parsed entry without its null values, after a check of everything except the messages.
     Raises `ConversationError`."""
     if not isinstance(asked, dict):
@@ -151,7 +152,7 @@ def _checked(asked: Any) -> dict[str, Any]:
     if ("prompt" in asked) == ("messages" in asked):
         raise ConversationError("missing_field", "an entry has either 'prompt' or 'messages'")
     size = asked.get("size")
-    if not isinstance(size, str) or not _SIZE.fullmatch(size):
+    if not isinstance(size, str) or not _SIZE_PATTERN.fullmatch(size):
         raise ConversationError(
             "wrong_type", f"size must be HEIGHTxWIDTH in pixels, such as 256x384 (got {size!r})"
         )
@@ -162,7 +163,7 @@ def _checked(asked: Any) -> dict[str, Any]:
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ConversationError("wrong_type", f"seed must be a whole number (got {seed!r})")
     name = asked.get("name", "name")
-    named = isinstance(name, str) and _NAME.fullmatch(name) and not name.startswith(".")
+    named = isinstance(name, str) and _NAME_PATTERN.fullmatch(name) and not name.startswith(".")
     if not named or len(name.encode()) > _LONGEST_NAME:
         raise ConversationError(
             "wrong_type",
@@ -171,30 +172,35 @@ def _checked(asked: Any) -> dict[str, Any]:
     return asked
 
 
-def _conversation(asked: dict[str, Any], number: int, seed: int) -> bytes:
+def _conversation_record(asked: dict[str, Any], number: int, seed: int) -> bytes:
     """The record of a conversation that ends with the item to draw. Its id, a digest of seed and
     messages, determines the noise; its source label is the number of the entry. Raises
     `ConversationError`."""
-    said = {key: asked[key] for key in MEDIA_LISTS.values() if key in asked}
-    said["messages"] = _messages(asked)
+    conversation = {key: asked[key] for key in MEDIA_LISTS.values() if key in asked}
+    conversation["messages"] = _messages(asked)
     digest = hashlib.blake2b(
-        json.dumps([seed, said], sort_keys=True).encode("utf-8", "surrogatepass"), digest_size=16
+        json.dumps([seed, conversation], sort_keys=True).encode("utf-8", "surrogatepass"),
+        digest_size=16,
     )
-    *before, last_message = said["messages"]
-    begun: Any = []
+    *before, last_message = conversation["messages"]
+    answer_parts: Any = []
     if isinstance(last_message, dict) and last_message.get("role") == "assistant":
-        begun = last_message.get("content", "")
+        answer_parts = last_message.get("content", "")
     else:
         before.append(last_message)
-    if isinstance(begun, str):
-        begun = [{"type": "text", "text": begun}]
-    if not isinstance(begun, list):
+    if isinstance(answer_parts, str):
+        answer_parts = [{"type": "text", "text": answer_parts}]
+    if not isinstance(answer_parts, list):
         raise ConversationError("wrong_type", "content must be a string or a list of parts")
     kind = "video" if "frames" in asked else "image"
     height, width = map(int, asked["size"].split("x"))
-    drawn = {"type": kind, kind: Blank(asked.get("frames", 1), height, width).address}
-    messages = [*before, {"role": "assistant", "content": [*begun, drawn]}]
-    record = said | {"messages": messages, "id": digest.hexdigest(), "source": f"{number:09}"}
+    drawn_part = {"type": kind, kind: Blank(asked.get("frames", 1), height, width).address}
+    messages = [*before, {"role": "assistant", "content": [*answer_parts, drawn_part]}]
+    record = conversation | {
+        "messages": messages,
+        "id": digest.hexdigest(),
+        "source": f"{number:09}",
+    }
     return json.dumps(record).encode()
 
 

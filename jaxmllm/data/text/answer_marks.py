@@ -43,15 +43,15 @@ SPELLED = 0xF0000  # mark of control token 0 where a content spells it; others f
 MOST = 0xFF00  # number of marks for media items, and of marks for control tokens
 PRIVATE = "[\U000f0000-\U0010ffff]"  # all marks
 
-_PRIVATE = re.compile(PRIVATE)
+_PRIVATE_CHARACTER = re.compile(PRIVATE)
 _ANSWER_MARKS = re.compile(f"[{OPEN}{CLOSE}{THOUGHT_OPEN}{THOUGHT_CLOSE}]")
 # The marks of all turns in order: a template may drop the reasoning of a turn, but only as a whole
-_IN_ORDER = re.compile(f"(?:(?:{THOUGHT_OPEN}{THOUGHT_CLOSE})?{OPEN}{CLOSE})*")
+_MARKS_IN_ORDER = re.compile(f"(?:(?:{THOUGHT_OPEN}{THOUGHT_CLOSE})?{OPEN}{CLOSE})*")
 # Reasoning inside a content, as models write it; its first tag may have been in the prompt. Only
 # used on texts that hold THOUGHT_END: without it, the text would be searched once for each white
 # space at its beginning.
 THOUGHT_END = "</think>"
-_THOUGHT = re.compile(rf"(\s*(?:<think>)?)(.*?)({THOUGHT_END})(.*)", re.DOTALL)
+_INLINE_REASONING = re.compile(rf"(\s*(?:<think>)?)(.*?)({THOUGHT_END})(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class ControlNames:
     def show(self, text: str) -> str:
         """The text with marks of control tokens spelled out again, and other marks removed; media
         keep theirs."""
-        return _PRIVATE.sub(self._shown, text)
+        return _PRIVATE_CHARACTER.sub(self._mark_spelling, text)
 
-    def _shown(self, match: re.Match[str]) -> str:
+    def _mark_spelling(self, match: re.Match[str]) -> str:
         character = ord(match[0])
         if character >= MEDIA:
             return match[0]
@@ -136,39 +136,41 @@ def written_pieces(
         in the output of the template; no_place for reasoning, tools or calls; private_characters;
         and the reasons of `ChatTemplate.write`.
     """
-    _check_private(conversation)
+    _check_private_characters(conversation)
     _check_places(conversation, template)
     strip = template.strips_parts
     plain = template.write(_messages(conversation, None, strip, mark=False), conversation.tools)
-    tools = _with_texts(conversation.tools, control.hide)
+    tools = _map_texts(conversation.tools, control.hide)
     answers = [_Answer.of(turn) for turn in conversation.turns if _is_learned(conversation, turn)]
     said_by_template = template.has_generation and conversation.targets == "assistant"
     if said_by_template:
         messages = _messages(conversation, control, strip, mark=False)
         marked = template.write(messages, tools, marked=True)
-        problem = _unfound(marked, plain, control, None)
+        problem = _unfound_reason(marked, plain, control, None)
     else:
         marks = sum(answer.marks for answer in answers)
         for inline in (True, False):
             marked = template.write(_messages(conversation, control, strip, inline=inline), tools)
-            problem = _unfound(marked, plain, control, marks)
+            problem = _unfound_reason(marked, plain, control, marks)
             if problem is None:
                 break
     if problem is not None:
-        raise _unclear("answers_unclear", problem)
+        raise _template_error("answers_unclear", problem)
     learned = (
         _between_marks(marked) if said_by_template else _learned(marked, template, control, answers)
     )
-    media = [ord(mark) - MEDIA for mark in _PRIVATE.findall(marked) if ord(mark) >= MEDIA]
+    media = [ord(mark) - MEDIA for mark in _PRIVATE_CHARACTER.findall(marked) if ord(mark) >= MEDIA]
     if media != list(range(len(conversation.media))):
-        raise _unclear(
+        raise _template_error(
             "media_unclear",
             f"writes {len(media)} of its {len(conversation.media)} media, or in another order",
         )
-    return _split(marked, learned, control)
+    return _split_pieces(marked, learned, control)
 
 
-def _unfound(marked: str, plain: str, control: ControlNames, marks: int | None) -> str | None:
+def _unfound_reason(
+    marked: str, plain: str, control: ControlNames, marks: int | None
+) -> str | None:
     """Why answers cannot be found again in a marked text; None if they can.
 
     Args:
@@ -178,18 +180,20 @@ def _unfound(marked: str, plain: str, control: ControlNames, marks: int | None) 
         return "writes it otherwise when its texts are marked"
     order = "".join(_ANSWER_MARKS.findall(marked))
     answers = order.count(OPEN)
-    if not _IN_ORDER.fullmatch(order) or (answers != marks if marks is not None else not answers):
+    if not _MARKS_IN_ORDER.fullmatch(order) or (
+        answers != marks if marks is not None else not answers
+    ):
         return "does not write each of its learned texts whole, and once"
     return None
 
 
-def _unclear(reason: str, what: str) -> ConversationError:
+def _template_error(reason: str, what: str) -> ConversationError:
     return ConversationError(
         reason, f"the chat template {what}; use another template, or data.chat_template: chatml"
     )
 
 
-def _check_private(conversation: Conversation) -> None:
+def _check_private_characters(conversation: Conversation) -> None:
     if len(conversation.media) > MOST:
         raise ConversationError("media_unclear", f"holds more than {MOST} media")
     texts: list[Any] = [conversation.tools]
@@ -201,7 +205,7 @@ def _check_private(conversation: Conversation) -> None:
         ]
         for turn in conversation.turns
     ]
-    if match := _PRIVATE.search(json.dumps(texts, ensure_ascii=False)):
+    if match := _PRIVATE_CHARACTER.search(json.dumps(texts, ensure_ascii=False)):
         raise ConversationError(
             "private_characters",
             f"holds the private character U+{ord(match[0]):X}, which marks answers in chat templates; remove it",
@@ -212,7 +216,7 @@ def _check_places(conversation: Conversation, template: ChatTemplate) -> None:
     """Raise `ConversationError` for content that the template would leave out."""
     turns = conversation.turns
     if any(turn.reasoning for turn in turns) and not template.has_reasoning:
-        raise _unclear("no_place", f"has no place for {REASONING}")
+        raise _template_error("no_place", f"has no place for {REASONING}")
     if any(turn.calls for turn in turns) and not template.writes_calls:
         absent = CALLS
     elif conversation.tools and not template.writes_tools:
@@ -273,13 +277,13 @@ def _messages(
         marked = mark and _is_learned(conversation, turn)
         if marked and (content or not turn.calls):
             thinks = inline and turn.role == "assistant" and THOUGHT_END in content
-            thought_match = _THOUGHT.fullmatch(content) if thinks else None
+            thought_match = _INLINE_REASONING.fullmatch(content) if thinks else None
             if thought_match and not reasoning:
                 begin, thought, end, answer = thought_match.groups()
-                content = begin + _thought(thought) + end + _enclosed(answer, OPEN, CLOSE)
+                content = begin + _mark_thought(thought) + end + _enclose(answer, OPEN, CLOSE)
             else:
-                content = _enclosed(content, OPEN, CLOSE)
-                reasoning = reasoning and _thought(reasoning)
+                content = _enclose(content, OPEN, CLOSE)
+                reasoning = reasoning and _mark_thought(reasoning)
         message: Message = {"role": turn.role, "content": content}
         if reasoning:
             message |= reasoning_fields(reasoning)
@@ -298,30 +302,30 @@ def _calls(turn: Turn, hide: Callable[[str], str], mark: bool = False) -> list[M
     for call in turn.calls:
         name = hide(call.name)
         function = {
-            "name": _enclosed(name, OPEN, CLOSE) if mark else name,
-            "arguments": _with_texts(call.arguments, hide),
+            "name": _enclose(name, OPEN, CLOSE) if mark else name,
+            "arguments": _map_texts(call.arguments, hide),
         }
         named = {} if call.id is None else {"id": hide(call.id)}
         calls.append({"type": "function", **named, "function": function})
     return calls
 
 
-def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     """A JSON value with `change` applied to all its texts, also to keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {change(key): _with_texts(entry, change) for key, entry in value.items()}
+        return {change(key): _map_texts(entry, change) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_texts(entry, change) for entry in value]
+        return [_map_texts(entry, change) for entry in value]
     return value
 
 
-def _thought(text: str) -> str:
-    return _enclosed(text, THOUGHT_OPEN, THOUGHT_CLOSE)
+def _mark_thought(text: str) -> str:
+    return _enclose(text, THOUGHT_OPEN, THOUGHT_CLOSE)
 
 
-def _enclosed(text: str, before: str, after: str) -> str:
+def _enclose(text: str, before: str, after: str) -> str:
     """A text with marks just inside its outer white space, because templates may strip that."""
     inner = text.strip()
     start = len(text) - len(text.lstrip())
@@ -367,7 +371,7 @@ def _learned(
             turn_end = end[0].strip() if end else ""
             turn_end_start = marked.find(turn_end, marks_end)
             if begin < 0 or turn_end_start < 0 or not turn_end:
-                raise _unclear(
+                raise _template_error(
                     "answers_unclear", f"does not tell how an answer with {CALLS} begins or ends"
                 )
             after = turn_end_start + len(turn_end)
@@ -378,7 +382,7 @@ def _learned(
     return learned
 
 
-def _split(marked: str, learned: NDArray[np.bool_], control: ControlNames) -> list[Piece]:
+def _split_pieces(marked: str, learned: NDArray[np.bool_], control: ControlNames) -> list[Piece]:
     """The pieces of a marked text, cut at names, at marks, and where `learned` changes."""
     pieces: list[Piece] = []
 

@@ -58,8 +58,8 @@ class ChatTemplate:
         self.today = today
         tree = self._compile()
         # Pieces of text that the template itself may write, and the names of all variables in it
-        self.literals = tuple(_literals(tree))
-        self.variables = _names(tree)
+        self.literals = tuple(_literal_texts(tree))
+        self.variables = _variable_names(tree)
         self.has_generation = sandbox.has_generation(tree)
         if today is not None and self.variables.isdisjoint((CLOCK, DATE)):
             raise TemplateFileError(
@@ -115,7 +115,7 @@ class ChatTemplate:
         environment = sandbox.Sandbox(self.names)
         try:
             tree = environment.parse(self.source)
-            environment.globals |= _dates(self.today, _names(tree))
+            environment.globals |= _date_variables(self.today, _variable_names(tree))
             self._template = environment.from_string(tree)
         except TemplateSyntaxError as error:
             self._fail(f"is no template: line {error.lineno}: {error.message}", "correct it")
@@ -231,18 +231,18 @@ def reasoning_fields(reasoning: str) -> Message:
     return {REASONING: reasoning, "thinking": reasoning}
 
 
-def _literals(tree: nodes.Template) -> list[str]:
+def _literal_texts(tree: nodes.Template) -> list[str]:
     constants = (node.value for node in tree.find_all(nodes.Const))
     return [node.data for node in tree.find_all(nodes.TemplateData)] + [
         value for value in constants if isinstance(value, str)
     ]
 
 
-def _names(tree: nodes.Template) -> frozenset[str]:
+def _variable_names(tree: nodes.Template) -> frozenset[str]:
     return frozenset(node.name for node in tree.find_all(nodes.Name))
 
 
-def _dates(today: date | None, names: frozenset[str]) -> dict[str, Any]:
+def _date_variables(today: date | None, names: frozenset[str]) -> dict[str, Any]:
     """The names that give a template the date: a clock, or the date itself for a template that
     reads no clock."""
     if today is None:

@@ -159,18 +159,19 @@ def parse_conversation(
         raise ConversationError(
             "wrong_type", f"a record must be a JSON object, not {_kind(record)}"
         )
-    lists = {part: _paths(record, key) for part, key in MEDIA_LISTS.items()}
+    lists = {part: _media_paths(record, key) for part, key in MEDIA_LISTS.items()}
     pending = {part: iter(paths) for part, paths in lists.items()}
     form = next((key for key in FORMS if record.get(key) is not None), "messages")
     tools: tuple[dict[str, Any], ...] = ()
     if form == "messages":
-        tools = _objects(record, TOOLS, "the record")
+        tools = _object_list(record, TOOLS, "the record")
         messages = _field(record, "messages", list, "the record")
         _check_placeholders(
             [message.get("content") for message in messages if isinstance(message, dict)], lists
         )
         turns = tuple(
-            _turn(message, f"messages[{i}]", pending, resolve) for i, message in enumerate(messages)
+            _parse_turn(message, f"messages[{i}]", pending, resolve)
+            for i, message in enumerate(messages)
         )
     else:
         content = _field(record, form, str if form == "text" else (str, list), "the record")
@@ -179,7 +180,7 @@ def parse_conversation(
                 "wrong_type", "the record has both 'text' and 'content'; a document is one of them"
             )
         _check_placeholders([content], lists)
-        turns = (Turn(DOCUMENT, _parts(content, form, pending, resolve)),)
+        turns = (Turn(DOCUMENT, _parse_parts(content, form, pending, resolve)),)
     if targets == "assistant" and not any(turn.role == "assistant" for turn in turns):
         raise ConversationError(
             "no_assistant_turn",
@@ -196,7 +197,9 @@ def parse_conversation(
     )
 
 
-def _turn(message: Any, where: str, pending: dict[str, Iterator[str]], resolve: Resolve) -> Turn:
+def _parse_turn(
+    message: Any, where: str, pending: dict[str, Iterator[str]], resolve: Resolve
+) -> Turn:
     if not isinstance(message, dict):
         raise ConversationError("wrong_type", f"{where} must be an object, not {_kind(message)}")
     role = _field(message, "role", str, where)
@@ -208,7 +211,7 @@ def _turn(message: Any, where: str, pending: dict[str, Iterator[str]], resolve: 
     if calls and message.get("content") is None:
         message = message | {"content": ""}
     content = _field(message, "content", (str, list), where)
-    parts = _parts(content, f"{where}.content", pending, resolve)
+    parts = _parse_parts(content, f"{where}.content", pending, resolve)
     if role == "tool":
         tool = _optional_text(message, "name", where)
         return Turn(role, parts, tool=tool, call=_optional_text(message, "tool_call_id", where))
@@ -230,7 +233,7 @@ def _optional_text(message: dict[str, Any], key: str, where: str) -> str | None:
 
 def _calls(message: dict[str, Any], where: str) -> tuple[ToolCall, ...]:
     calls = []
-    for i, call in enumerate(_objects(message, CALLS, where)):
+    for i, call in enumerate(_object_list(message, CALLS, where)):
         call_where = f"{where}.{CALLS}[{i}]"
         function = call
         if call.get("function") is not None:
@@ -238,7 +241,7 @@ def _calls(message: dict[str, Any], where: str) -> tuple[ToolCall, ...]:
         name = _field(function, "name", str, call_where)
         if not name:
             raise ConversationError("missing_field", f"{call_where}.name is empty")
-        arguments = _json_of(_field(function, "arguments", (dict, str), call_where), call_where)
+        arguments = _load_json(_field(function, "arguments", (dict, str), call_where), call_where)
         if not isinstance(arguments, dict):
             raise ConversationError(
                 "wrong_type", f"{call_where}.arguments must be an object, not {_kind(arguments)}"
@@ -247,19 +250,19 @@ def _calls(message: dict[str, Any], where: str) -> tuple[ToolCall, ...]:
     return tuple(calls)
 
 
-def _objects(record: dict[str, Any], key: str, where: str) -> tuple[dict[str, Any], ...]:
+def _object_list(record: dict[str, Any], key: str, where: str) -> tuple[dict[str, Any], ...]:
     """The list of objects at a key, which may also be JSON in a string; empty if the key is missing
     or null."""
     if record.get(key) is None:
         return ()
-    objects = _json_of(_field(record, key, (list, str), where), f"{where}.{key}")
+    objects = _load_json(_field(record, key, (list, str), where), f"{where}.{key}")
     if not isinstance(objects, list) or not all(isinstance(entry, dict) for entry in objects):
         raise ConversationError("wrong_type", f"{where}.{key} must be a list of objects")
     _check_encodable(json.dumps(objects, ensure_ascii=False), f"{where}.{key}")
     return tuple(objects)
 
 
-def _json_of(value: Any, where: str) -> Any:
+def _load_json(value: Any, where: str) -> Any:
     """The value, or the JSON value that a string holds. Raises `ConversationError` if it is nested
     too deep."""
     if isinstance(value, str):
@@ -286,16 +289,18 @@ def _check_nesting(value: Any, where: str, levels: int = MAX_NESTED) -> None:
         _check_nesting(entry, where, levels - 1)
 
 
-def _parts(
+def _parse_parts(
     content: str | list[Any], where: str, pending: dict[str, Iterator[str]], resolve: Resolve
 ) -> tuple[TextPart | MediaPart, ...]:
     pieces = (
-        _split(content, pending) if isinstance(content, str) else _content_parts(content, where)
+        _split_placeholders(content, pending)
+        if isinstance(content, str)
+        else _content_parts(content, where)
     )
-    return tuple(_resolved(pieces, resolve, where))
+    return tuple(_resolve_parts(pieces, resolve, where))
 
 
-def _split(text: str, pending: dict[str, Iterator[str]]) -> Iterator[tuple[str, str]]:
+def _split_placeholders(text: str, pending: dict[str, Iterator[str]]) -> Iterator[tuple[str, str]]:
     """("text", text) or (media part, path) for each piece of a string content."""
     pieces = _PLACEHOLDER.split(text)  # text, part, text, part, ..., text
     for i, piece in enumerate(pieces):
@@ -318,7 +323,7 @@ def _content_parts(content: list[Any], where: str) -> Iterator[tuple[str, str]]:
         yield kind, _field(part, kind, str, part_where)
 
 
-def _resolved(
+def _resolve_parts(
     parts: Iterable[tuple[str, str]], resolve: Resolve, where: str
 ) -> Iterator[TextPart | MediaPart]:
     """Resolve media paths, and drop empty texts, so that both forms give the same conversation."""
@@ -346,7 +351,7 @@ def _check_placeholders(contents: list[Any], lists: dict[str, list[str]]) -> Non
             )
 
 
-def _paths(record: dict[str, Any], key: str) -> list[str]:
+def _media_paths(record: dict[str, Any], key: str) -> list[str]:
     paths = record.get(key)
     if paths is None:
         return []

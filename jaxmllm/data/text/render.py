@@ -84,7 +84,7 @@ def render(
         )
     _check_drawable(conversation, modalities)
     if isinstance(tokenizer, TemplateTokenizer):
-        pieces = _pieces(conversation, tokenizer)
+        pieces = _conversation_pieces(conversation, tokenizer)
         return _render_pieces(pieces, media, tokenizer, modalities, shapes)
     if conversation.tools or any(turn.calls for turn in conversation.turns):
         raise ConversationError(
@@ -104,18 +104,18 @@ def _render_turns(
     """Render turn by turn, each framed by the tokenizer's layout."""
     layout = tokenizer.layout
     remaining = iter(shapes)
-    sequence = _Sequence()
+    sequence = _SequenceBuilder()
     for turn in conversation.turns:
         learned = turn.role == "assistant" or conversation.targets == "all"
         spoken = turn.role != DOCUMENT
         if spoken:
             sequence.add_text(layout.headers[turn.role])
-        for part in _texts_joined(turn.parts):
+        for part in _join_texts(turn.parts):
             if isinstance(part, MediaPart):
                 modality = modality_of(part, modalities)
                 frame = layout.media[part.part]
                 frame_learned = learned and modality.generated
-                for caption, reference, shape in _framed(part, modality, next(remaining)):
+                for caption, reference, shape in _framed_units(part, modality, next(remaining)):
                     sequence.add_text(tokenizer.encode(caption))
                     sequence.add_text(
                         (*tokenizer.encode(frame.before), *frame.begin), frame_learned
@@ -130,7 +130,7 @@ def _render_turns(
     return sequence.finish()
 
 
-def _texts_joined(parts: Sequence[TextPart | MediaPart]) -> Iterator[TextPart | MediaPart]:
+def _join_texts(parts: Sequence[TextPart | MediaPart]) -> Iterator[TextPart | MediaPart]:
     """The parts of a turn, with neighbouring texts joined, because they are encoded as one text."""
     for is_text, group in itertools.groupby(parts, lambda part: isinstance(part, TextPart)):
         if is_text:
@@ -139,7 +139,7 @@ def _texts_joined(parts: Sequence[TextPart | MediaPart]) -> Iterator[TextPart | 
             yield from group
 
 
-def _pieces(conversation: Conversation, tokenizer: TemplateTokenizer) -> list[Piece]:
+def _conversation_pieces(conversation: Conversation, tokenizer: TemplateTokenizer) -> list[Piece]:
     """The pieces of a conversation, as the tokenizer's template writes it. Documents are not
     written by the template."""
     turn = conversation.turns[0]
@@ -177,7 +177,7 @@ def _render_pieces(
         frame_learned = modality.generated  # the assistant makes the item, and so writes its frame
         before: list[str | int] = [frame.before, *frame.begin]
         after: list[str | int] = [*frame.end, frame.after]
-        for caption, reference, of_item in _framed(part, modality, shape):
+        for caption, reference, of_item in _framed_units(part, modality, shape):
             framed += [Piece(caption)] if caption else []
             framed += [Piece(content, learned=frame_learned) for content in before if content != ""]
             # One piece stands for all tokens of the item.
@@ -196,7 +196,7 @@ def _render_pieces(
     # Runs of tokens that are all learned or all not, and that belong to one item or to none
     changes = (learned[1:] != learned[:-1]) | (token_items[1:] != token_items[:-1])
     cuts = [0, *(1 + np.flatnonzero(changes)).tolist(), len(token_items)]
-    sequence = _Sequence()
+    sequence = _SequenceBuilder()
     for start, end in itertools.pairwise(cuts):
         ids = encoded.ids[start:end]
         if token_items[start] < 0:
@@ -206,7 +206,7 @@ def _render_pieces(
     return sequence.finish()
 
 
-def _framed(
+def _framed_units(
     part: MediaPart, modality: Modality, shape: Shape
 ) -> list[tuple[str, MediaReference, Shape]]:
     """(text before it, reference, shape) of each unit that has frame tokens of its own: the whole
@@ -238,7 +238,7 @@ def _check_drawable(conversation: Conversation, modalities: Mapping[str, Modalit
             if not something_said:
                 raise ConversationError(
                     "nothing_to_draw",
-                    f"the assistant answers with {_a(part.part)}, but no text or media stand before it that "
+                    f"the assistant answers with {_with_article(part.part)}, but no text or media stand before it that "
                     "it could be made from",
                 )
             something_said = False
@@ -255,19 +255,20 @@ def modality_of(part: MediaPart, modalities: Mapping[str, Modality]) -> Modality
         if not modality.generated:
             return modality
     encoders = ", ".join(name for name, modality in modalities.items() if not modality.generated)
-    sees = part.part == "video" and "vision" in modalities
-    cure = "; set model.vision.videos, and see data.videos" if sees else ""
+    has_tower = part.part == "video" and "vision" in modalities
+    cure = "; set model.vision.videos, and see data.videos" if has_tower else ""
     raise ConversationError(
         "no_encoder",
-        f"holds {_a(part.part)}, but no encoder of the model takes it (encoders: {encoders or 'none'}){cure}",
+        f"holds {_with_article(part.part)}, but no encoder of the model takes it "
+        f"(encoders: {encoders or 'none'}){cure}",
     )
 
 
-def _a(word: str) -> str:
+def _with_article(word: str) -> str:
     return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
 
 
-class _Sequence:
+class _SequenceBuilder:
     """A `Rendered` that is built item by item."""
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ from jaxmllm.data.text.template_limits import (
 # Private characters around text of the model; no record may hold them (see answer_marks.py)
 OPEN = "\U00100000"
 CLOSE = "\U00100001"
-_ENCLOSED = "enclosed"  # the method of `_Generation` that its tag calls
+_ENCLOSED_METHOD = "enclosed"  # the method of `_GenerationTag` that its tag calls
 # Methods and filters that are removed: they only pad or wrap text, or draw at random
 ABSENT_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs"}
 ABSENT_FILTERS = ("center", "wordwrap", "random")
@@ -59,14 +59,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, values: Mapping[str, Any]):
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
         for name in ABSENT_FILTERS:
             del self.filters[name]
         del self.globals["lipsum"]  # random text
         self.filters |= {name: _bounded(name, self.filters[name]) for name in BOUNDED_FILTERS}
         self.filters |= {"tojson": _to_json, "checked": check_size}
-        self.globals |= {"raise_exception": _raise, "dict": _new_dict, **values}
+        self.globals |= {"raise_exception": _raise_refusal, "dict": _new_dict, **values}
 
     def count_step(self) -> None:
         """Count one pass of a loop, or one call of a macro."""
@@ -97,7 +97,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return check_size(super().call_binop(context, operator, left, right))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree: nodes.Template = _Counted().visit(super()._parse(source, name, filename))
+        tree: nodes.Template = _CountingTransformer().visit(super()._parse(source, name, filename))
         tree.set_environment(self)
         return tree
 
@@ -134,10 +134,10 @@ def run(
 
 def has_generation(tree: nodes.Template) -> bool:
     """Whether a template marks the text of the model with `{% generation %}`."""
-    return any(node.name == _ENCLOSED for node in tree.find_all(nodes.ExtensionAttribute))
+    return any(node.name == _ENCLOSED_METHOD for node in tree.find_all(nodes.ExtensionAttribute))
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """The tag `{% generation %} ... {% endgeneration %}` around text that the model says."""
 
     tags = {"generation"}  # noqa: RUF012  (as in the base class)
@@ -145,24 +145,24 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.CallBlock:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method(_ENCLOSED), [], [], body, lineno=line)
+        return nodes.CallBlock(self.call_method(_ENCLOSED_METHOD), [], [], body, lineno=line)
 
     def enclosed(self, caller: Macro) -> str:
         return f"{OPEN}{caller()}{CLOSE}" if current_budget().marked else caller()
 
 
-class _Counted(NodeTransformer):
+class _CountingTransformer(NodeTransformer):
     """A rewriting of templates that counts passes of loops and calls of macros, and checks the
     results of `~`."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        return self._with_step(node)
+        return self._insert_step_count(node)
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._with_step(node)
+        return self._insert_step_count(node)
 
     def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
-        return self._with_step(node)
+        return self._insert_step_count(node)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         joined = self.generic_visit(node)
@@ -173,7 +173,7 @@ class _Counted(NodeTransformer):
             raise SecurityError(f"the attribute {node.attr!r} of a namespace")
         return node
 
-    def _with_step(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
+    def _insert_step_count(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
         self.generic_visit(node)
         call = nodes.Call(nodes.EnvironmentAttribute("count_step"), [], [], None, None)
         node.body.insert(0, nodes.ExprStmt(call, lineno=node.lineno))
@@ -198,7 +198,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return bounded
 
 
-def _raise(message: Any = "") -> NoReturn:
+def _raise_refusal(message: Any = "") -> NoReturn:
     raise RaisedError(str(message))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-_PLAIN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+_PLAIN_TOKEN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Speller:
     def of(cls, text: str, control: frozenset[int]) -> Speller:
         """The speller of a tokenizer file, whose content is `text`."""
         nonce = secrets.token_hex(16)  # random, because a record could contain a known name
-        return cls(_respelled(json.loads(text), control, nonce), nonce)
+        return cls(_renamed_tokenizer(json.loads(text), control, nonce), nonce)
 
     def name(self, control: int) -> str:
         """The name that stands for a control token in text to be encoded."""
-        return _name(self.nonce, control)
+        return _control_name(self.nonce, control)
 
 
 def literal_tokenizer(text: str) -> tokenizers.Tokenizer:
@@ -50,15 +50,17 @@ def unknown_id(model: Mapping[str, Any], tokenizer: tokenizers.Tokenizer) -> int
     return tokenizer.token_to_id(name) if token is None and name else token
 
 
-def _name(nonce: str, token: int) -> str:
+def _control_name(nonce: str, token: int) -> str:
     return f"\ufdd0{nonce}{token}\ufdd1"
 
 
-def _respelled(file: dict[str, Any], control: frozenset[int], nonce: str) -> tokenizers.Tokenizer:
+def _renamed_tokenizer(
+    file: dict[str, Any], control: frozenset[int], nonce: str
+) -> tokenizers.Tokenizer:
     """The tokenizer of a file, with control tokens renamed, and without merges that yield them."""
 
     def renamed(name: str, token_id: int) -> str:
-        return _name(nonce, token_id) if token_id in control else name
+        return _control_name(nonce, token_id) if token_id in control else name
 
     for token in file["added_tokens"]:
         token["content"] = renamed(token["content"], token["id"])
@@ -68,14 +70,14 @@ def _respelled(file: dict[str, Any], control: frozenset[int], nonce: str) -> tok
     # Control tokens that are only words of the model are added, so that names are found whole
     known = {token["id"] for token in file["added_tokens"]}
     file["added_tokens"] += [
-        {"id": token_id, "content": _name(nonce, token_id), **_PLAIN}
+        {"id": token_id, "content": _control_name(nonce, token_id), **_PLAIN_TOKEN}
         for token_id in sorted(control - known)
     ]
     # Removed because it would trim the offsets of tokens; it adds no tokens here
     file["post_processor"] = None
     model = file["model"]
     if isinstance(model["vocab"], dict):
-        gone = {name for name, token_id in model["vocab"].items() if token_id in control}
+        removed = {name for name, token_id in model["vocab"].items() if token_id in control}
         unknown = model["vocab"].get(model.get("unk_token"))
         if unknown in control:
             model["unk_token"] = renamed("", unknown)
@@ -83,7 +85,7 @@ def _respelled(file: dict[str, Any], control: frozenset[int], nonce: str) -> tok
             renamed(name, token_id): token_id for name, token_id in model["vocab"].items()
         }
     else:
-        gone = {name for token_id, (name, _) in enumerate(model["vocab"]) if token_id in control}
+        removed = {name for token_id, (name, _) in enumerate(model["vocab"]) if token_id in control}
         model["vocab"] = [
             [renamed(name, token_id), score]
             for token_id, (name, score) in enumerate(model["vocab"])
@@ -94,6 +96,6 @@ def _respelled(file: dict[str, Any], control: frozenset[int], nonce: str) -> tok
         model["merges"] = [
             [left, right]
             for left, right in pairs
-            if gone.isdisjoint((left, right, left + right.removeprefix(prefix)))
+            if removed.isdisjoint((left, right, left + right.removeprefix(prefix)))
         ]
     return literal_tokenizer(json.dumps(file))

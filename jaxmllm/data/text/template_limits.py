@@ -16,7 +16,8 @@ from typing import Any
 from jinja2 import TemplateRuntimeError
 
 WIDTH = 9_999  # largest number for the width of a field, an indent or a batch
-_WIDE = re.compile(r"\d{5}|\*")  # a width above that, or given by an argument, in a format string
+# A width above that, or given by an argument, in a format string
+_WIDE_FIELD = re.compile(r"\d{5}|\*")
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def check_product(operator: str, left: Any, right: Any) -> None:
 
 def check_format(text: Any) -> None:
     """Raise `LimitError` if a format string has too wide fields; called before it is used."""
-    if isinstance(text, str) and _WIDE.search(text):
+    if isinstance(text, str) and _WIDE_FIELD.search(text):
         raise LimitError(f"formats fields of more than {WIDTH} characters")
 
 

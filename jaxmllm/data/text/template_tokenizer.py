@@ -26,7 +26,7 @@ NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 # Files next to the tokenizer file that name special tokens; the later one takes precedence
 NAMED_IN = ("special_tokens_map.json", "tokenizer_config.json")
 # Text in a template that can only be meant as one token
-_TOKEN = re.compile(r"<\|[^\s|<>]+\|>|<(?:start|end)_of_\w+>")
+_TOKEN_SPELLING = re.compile(r"<\|[^\s|<>]+\|>|<(?:start|end)_of_\w+>")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TemplateTokenizer(FileTokenizer):
         self._special = _special_names(Path(path))
         self.template = ChatTemplate.read(template, self._special, today)
         super().__init__(path)
-        _check_names(self.template, self._special, self._tokenizer.token_to_id, str(path))
+        _check_written_tokens(self.template, self._special, self._tokenizer.token_to_id, str(path))
         self.fingerprint = hashlib.blake2b(
             (self.fingerprint + self.template.fingerprint).encode(), digest_size=16
         ).hexdigest()
@@ -62,7 +62,7 @@ class TemplateTokenizer(FileTokenizer):
     @cached_property
     def document_begin(self) -> tuple[int, ...]:
         """Ids that the tokenizer puts before any text: its bos_token, or nothing."""
-        begin = self._find("bos_token")
+        begin = self._special_id("bos_token")
         ids = self._tokenizer.encode("", add_special_tokens=True).ids
         return () if begin is None or begin not in ids[:1] else (begin,)
 
@@ -95,20 +95,22 @@ class TemplateTokenizer(FileTokenizer):
         return {key: value for key, value in state.items() if key != "control"}
 
     def _layout(self, names: ChatNames, path: str) -> tuple[ChatLayout, set[int]]:
-        end = self._find("eos_token")
-        pads = (self._find("pad_token"), *map(self._tokenizer.token_to_id, names.pad), end)
+        end = self._special_id("eos_token")
+        pads = (self._special_id("pad_token"), *map(self._tokenizer.token_to_id, names.pad), end)
         pad = next((i for i in pads if i is not None), None)
         if pad is None or end is None:
             raise TokenizerError(
                 f"data.tokenizer: {shown(path)} has no eos_token: name one of its tokens in the "
                 f"{NAMED_IN[-1]} beside it"
             )
-        media = self._frames(names, pad)
+        media = self._media_frames(names, pad)
         frames = {i for tokens in media.values() for i in (*tokens.begin, *tokens.end, tokens.pad)}
-        named = {i for name in NAMES if name != "unk_token" if (i := self._find(name)) is not None}
+        named = {
+            i for name in NAMES if name != "unk_token" if (i := self._special_id(name)) is not None
+        }
         return ChatLayout({}, end, (), media, pad), {pad, end, *frames, *named}
 
-    def _find(self, name: str) -> int | None:
+    def _special_id(self, name: str) -> int | None:
         token = self._special.get(name)
         token_id: int | None = None if token is None else self._tokenizer.token_to_id(token)
         return token_id
@@ -127,11 +129,11 @@ def _special_names(path: Path) -> dict[str, str]:
             raise TokenizerError(
                 f"data.tokenizer: {shown(file)} cannot be read: {shown(error)}; copy it again"
             ) from error
-        named |= dict(_tokens_of(values))
+        named |= dict(_named_tokens(values))
     return named
 
 
-def _tokens_of(values: Any) -> Iterator[tuple[str, str]]:
+def _named_tokens(values: Any) -> Iterator[tuple[str, str]]:
     """(name, token) pairs of a JSON object; a token is a text, or an object with its `content`."""
     for name in NAMES if isinstance(values, Mapping) else ():
         token = values.get(name)
@@ -141,9 +143,11 @@ def _tokens_of(values: Any) -> Iterator[tuple[str, str]]:
             yield name, token
 
 
-def _check_names(template: ChatTemplate, special: Mapping[str, str], find: Any, path: str) -> None:
+def _check_written_tokens(
+    template: ChatTemplate, special: Mapping[str, str], find: Any, path: str
+) -> None:
     """Raise `TokenizerError` for a token that the template writes and the tokenizer lacks."""
-    written = {token for text in template.literals for token in _TOKEN.findall(text)}
+    written = {token for text in template.literals for token in _TOKEN_SPELLING.findall(text)}
     written |= {token for name, token in special.items() if name in template.variables}
     if absent := sorted(token for token in written if find(token) is None):
         raise TokenizerError(

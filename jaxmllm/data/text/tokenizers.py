@@ -156,7 +156,7 @@ class FileTokenizer:
         self._control = self._control_ids(frame)
         # Files for which these rules change nothing (no control token could come out of encoding,
         # no frame of FURTHER is used) keep the fingerprint that they had before the rules existed.
-        spelled = "spelled" if self._may_slip_out() else ""
+        spelled = "spelled" if self._may_encode_control() else ""
         further = "further" if self._further_frames(names) else ""
         self.fingerprint = hashlib.blake2b(
             (self._json + repr(names) + spelled + further).encode(), digest_size=16
@@ -213,15 +213,17 @@ class FileTokenizer:
         headers = {
             role: (turn_begin, *self._plain(names.header.format(role=role))) for role in ROLES
         }
-        media = self._frames(names, pad)
+        media = self._media_frames(names, pad)
         frames = {i for tokens in media.values() for i in (*tokens.begin, *tokens.end, tokens.pad)}
         layout = ChatLayout(headers, turn_end, tuple(self._plain(names.separator)), media, pad)
         return layout, {turn_begin, turn_end, pad, *frames}
 
-    def _frames(self, names: ChatNames, pad: int) -> dict[str, MediaTokens]:
+    def _media_frames(self, names: ChatNames, pad: int) -> dict[str, MediaTokens]:
         """Frame tokens of each media part."""
         without = MediaTokens((), (), pad)
-        media = {part: self._frame(triples) or without for part, triples in names.media.items()}
+        media = {
+            part: self._existing_frame(triples) or without for part, triples in names.media.items()
+        }
         media |= self._further_frames(names)
         frame = media["image"]  # videos have the frame tokens of images
         pads = (self._tokenizer.token_to_id(name) for name in VIDEO_PADS)
@@ -231,11 +233,13 @@ class FileTokenizer:
 
     def _further_frames(self, names: ChatNames) -> dict[str, MediaTokens]:
         """Frame tokens from FURTHER, of media parts for which the file has none of `names`."""
-        missing = [part for part, triples in names.media.items() if self._frame(triples) is None]
-        frames = {part: self._frame(FURTHER[part]) for part in missing if part in FURTHER}
+        missing = [
+            part for part, triples in names.media.items() if self._existing_frame(triples) is None
+        ]
+        frames = {part: self._existing_frame(FURTHER[part]) for part in missing if part in FURTHER}
         return {part: frame for part, frame in frames.items() if frame is not None}
 
-    def _frame(self, triples: Sequence[tuple[str, str, str]]) -> MediaTokens | None:
+    def _existing_frame(self, triples: Sequence[tuple[str, str, str]]) -> MediaTokens | None:
         """The first of these (begin, pad, end) whose tokens all exist."""
         for triple in triples:
             begin, pad, end = map(self._tokenizer.token_to_id, triple)
@@ -250,7 +254,7 @@ class FileTokenizer:
             frame | {i for i, token in added.items() if token.special and i != unknown}
         )
 
-    def _may_slip_out(self) -> bool:
+    def _may_encode_control(self) -> bool:
         """Whether plain encoding may yield a control token: one that is not marked special, or that
         is a word of the model's own vocabulary."""
         added = self._tokenizer.get_added_tokens_decoder()

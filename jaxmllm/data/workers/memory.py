@@ -34,7 +34,7 @@ def share(value: Any) -> int:
     pickled = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     views = [memoryview(pickled), *(buffer.raw() for buffer in buffers)]
     header = array.array("q", [len(views), *(view.nbytes for view in views)])
-    offsets, size = _layout(header[1:])
+    offsets, size = _buffer_layout(header[1:])
     descriptor = _anonymous_file()
     try:
         os.ftruncate(descriptor, size)
@@ -60,7 +60,7 @@ def attach(descriptor: int) -> Any:
     view = memoryview(block)
     buffer_count = view[:WORD].cast("q")[0]
     sizes = view[WORD : WORD * (buffer_count + 1)].cast("q").tolist()
-    offsets, _ = _layout(sizes)
+    offsets, _ = _buffer_layout(sizes)
     pickled, *buffers = (
         view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)
     )
@@ -85,7 +85,7 @@ def receive(connection: socket.socket) -> int:
     return descriptors[0]
 
 
-def _layout(sizes: Any) -> tuple[list[int], int]:
+def _buffer_layout(sizes: Any) -> tuple[list[int], int]:
     """Offsets of the buffers after the header, and the size of the block."""
     # number of buffers, sizes | pickle | array | array | ..
     # Each buffer begins at the first multiple of ALIGNMENT at or after the end of the one before.

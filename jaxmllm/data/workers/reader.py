@@ -185,11 +185,11 @@ class Loader(Generic[T]):
 
     def _run(self, thread: int) -> None:
         block_signals()
-        load = self._load_here
+        load = self._load_in_thread
         if self._functions is not None:
-            load = self._load_there
+            load = self._load_in_worker
             with contextlib.suppress(LoadError, CancelledError):  # the first task reports it
-                self._worker(thread)  # started now, so that it is ready for the first task
+                self._running_worker(thread)  # started now, so that it is ready for the first task
         while (task := self._tasks.get()) is not None:
             if self._closed.is_set():
                 task.future.cancel()
@@ -199,16 +199,16 @@ class Loader(Generic[T]):
                 examples = self._sources[task.source].examples(task.number)
                 task.future.set_result(load(thread, task, examples))
             except BaseException as error:
-                task.future.set_exception(_explained(task, error))
+                task.future.set_exception(_explained_error(task, error))
             del task  # frees the memory of the element while the thread waits for the next task
 
-    def _load_here(self, thread: int, task: _Task[T], examples: Any) -> T:
+    def _load_in_thread(self, thread: int, task: _Task[T], examples: Any) -> T:
         task.state = "a thread of this process is loading it"
         return self._sources[task.source].filler(task.number, examples, self._closed.is_set)
 
-    def _load_there(self, thread: int, task: _Task[T], examples: Any) -> T:
+    def _load_in_worker(self, thread: int, task: _Task[T], examples: Any) -> T:
         for attempt in range(1, ATTEMPTS + 1):
-            worker = self._worker(thread)
+            worker = self._running_worker(thread)
             task.state = f"data worker (process {worker.pid}) is loading it"
             try:
                 return worker.call(task.source, task.number, examples)
@@ -226,7 +226,7 @@ class Loader(Generic[T]):
             f"data.prefetch or data.batch_size"
         )
 
-    def _worker(self, thread: int) -> Worker:
+    def _running_worker(self, thread: int) -> Worker:
         with self._lock:
             if self._closed.is_set():
                 raise CancelledError
@@ -247,35 +247,35 @@ class Reader(Iterator[T]):
     def __init__(self, loader: Loader[T], source: int, start: int, stop: int) -> None:
         self._loader = loader
         self._source = source
-        self._next = start  # the element to be loaded next
+        self._next_element = start  # the element to be loaded next
         self._stop = stop
-        self._ahead: deque[_Task[T]] = deque()
+        self._tasks_ahead: deque[_Task[T]] = deque()
         self._load_ahead()
 
     def __next__(self) -> T:
         """The next element. Raises the error that loading it raised, such as `DataError`, and
         `LoadError` and `Interrupted`."""
-        if not self._ahead:
+        if not self._tasks_ahead:
             raise StopIteration
         # The task stays first until its result is there: an interrupted wait skips no element.
-        element = self._loader.result(self._ahead[0])
-        self._ahead.popleft()
+        element = self._loader.result(self._tasks_ahead[0])
+        self._tasks_ahead.popleft()
         self._load_ahead()
         return element
 
     def close(self) -> None:
         """Drop the elements that were loaded ahead."""
-        while self._ahead:
-            self._ahead.pop().future.cancel()
-        self._stop = self._next
+        while self._tasks_ahead:
+            self._tasks_ahead.pop().future.cancel()
+        self._stop = self._next_element
 
     def _load_ahead(self) -> None:
-        while self._next < self._stop and len(self._ahead) < self._loader.window:
-            self._ahead.append(self._loader.submit(self._source, self._next))
-            self._next += 1
+        while self._next_element < self._stop and len(self._tasks_ahead) < self._loader.window:
+            self._tasks_ahead.append(self._loader.submit(self._source, self._next_element))
+            self._next_element += 1
 
 
-def _explained(task: _Task[Any], error: BaseException) -> BaseException:
+def _explained_error(task: _Task[Any], error: BaseException) -> BaseException:
     """An error to raise: one that came from the machine, not the data, as a `LoadError` in one
     line, and any other unchanged."""
     if isinstance(error, MemoryError):

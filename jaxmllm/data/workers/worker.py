@@ -71,7 +71,7 @@ class Worker:
             send(self._connection, request)
             reply = receive(self._connection)
         except (EOFError, ConnectionError):
-            raise WorkerDied(self._death()) from None
+            raise WorkerDied(self._death_message()) from None
         finally:
             os.close(request)
         succeeded, result = attach(reply)
@@ -90,7 +90,7 @@ class Worker:
             self._process.wait(seconds)
         self._connection.close()
 
-    def _death(self) -> str:
+    def _death_message(self) -> str:
         try:
             code = self._process.wait(1)  # the socket closes a moment before the process has ended
         except subprocess.TimeoutExpired:
@@ -117,13 +117,13 @@ def serve(descriptor: int) -> None:
     blocks: queue.SimpleQueue[int] = queue.SimpleQueue()
     # A separate thread receives, so that the end of the other process is noticed even while an
     # element is computed.
-    threading.Thread(target=_receive, args=(connection, blocks), daemon=True).start()
+    threading.Thread(target=_receive_blocks, args=(connection, blocks), daemon=True).start()
     functions: Sequence[Callable[..., Any]] = attach(blocks.get())
     while True:
         _reply(connection, functions, *attach(blocks.get()))
 
 
-def _receive(connection: socket.socket, blocks: queue.SimpleQueue[int]) -> None:
+def _receive_blocks(connection: socket.socket, blocks: queue.SimpleQueue[int]) -> None:
     try:
         while True:
             blocks.put(receive(connection))
@@ -140,13 +140,13 @@ def _reply(
     try:
         reply = share((True, functions[function](*arguments)))
     except Exception as error:
-        reply = share((False, _portable(error)))
-    with contextlib.suppress(ConnectionError):  # `_receive` ends this process
+        reply = share((False, _picklable_error(error)))
+    with contextlib.suppress(ConnectionError):  # `_receive_blocks` ends this process
         send(connection, reply)
     os.close(reply)
 
 
-def _portable(error: Exception) -> Exception:
+def _picklable_error(error: Exception) -> Exception:
     """The error with a note of where it was raised; if it cannot be pickled, a `RuntimeError` with
     its text."""
     error.add_note(f"in data worker (process {os.getpid()}):\n{traceback.format_exc()}")
