@@ -99,7 +99,7 @@ def dense_decoder(
     config.expect("partial_rotary_factor", 1.0)
     width = config.count("hidden_size")
     heads = config.count("num_attention_heads")
-    theta, scaling = _rotary(config)
+    theta, scaling = _theta_and_scaling(config)
     language: dict[str, Any] = {
         "vocab_size": config.count("vocab_size"),
         "width": width,
@@ -174,8 +174,8 @@ def rotary_record(config: FolderConfig, kinds: Mapping[str, str] = NO_NAMES) -> 
         if rotary:
             kind = rotary.get("rope_type", rotary.get("type", "default"))
             base = float(FolderConfig(config.path, rotary).number("rope_theta", theta))
-            said = {key: x for key, x in rotary.items() if x is not None and key != "type"}
-            records.append(said | {"rope_theta": base, "rope_type": kinds.get(str(kind), kind)})
+            given = {key: x for key, x in rotary.items() if x is not None and key != "type"}
+            records.append(given | {"rope_theta": base, "rope_type": kinds.get(str(kind), kind)})
     if any(record != records[0] for record in records):
         config.refuse(
             f"has rope_scaling {records[0]!r} and rope_parameters {records[1]!r}",
@@ -184,7 +184,7 @@ def rotary_record(config: FolderConfig, kinds: Mapping[str, str] = NO_NAMES) -> 
     return records[0] if records else {"rope_theta": float(theta), "rope_type": "default"}
 
 
-def _rotary(config: FolderConfig) -> tuple[float, dict[str, Any] | None]:
+def _theta_and_scaling(config: FolderConfig) -> tuple[float, dict[str, Any] | None]:
     """(theta, scaling) of the record of all layers."""
     record = rotary_record(config)
     theta = record["rope_theta"]

@@ -31,10 +31,10 @@ OUTPUTS_FIRST = {  # as transformers 5 has all experts in memory
 def expert_variants() -> tuple[Variant, ...]:
     """Variants for all forms in which a folder may have experts, whichever is its family's own."""
     fits = {"apart": APART, "inputs": INPUTS_FIRST, "outputs": OUTPUTS_FIRST}
-    return tuple(Variant(lines, partial(_has, form)) for form, lines in fits.items())
+    return tuple(Variant(lines, partial(_has_expert_form, form)) for form, lines in fits.items())
 
 
-def _has(form: str, section: dict[str, Any], shapes: Shapes) -> bool:
+def _has_expert_form(form: str, section: dict[str, Any], shapes: Shapes) -> bool:
     """Whether the first layer has experts in this form. Square matrices fit both orders: one of the
     two shared tensors may have them, but not both."""
     experts = f"{MLP}.experts".format(layer=0)

@@ -73,11 +73,11 @@ class Family:
     @property
     def keys(self) -> tuple[str, ...]:
         """Patterns of the keys of its parameters, in any folder."""
-        every = [self.parameters, *(variant.lines for variant in self.variants)]
-        of_paths = [(path, line) for lines in every for path, line in lines.items()]
-        beside = [line for path, line in of_paths if path in self.unprefixed]
+        all_lines = [self.parameters, *(variant.lines for variant in self.variants)]
+        of_paths = [(path, line) for lines in all_lines for path, line in lines.items()]
+        outer = [line for path, line in of_paths if path in self.unprefixed]
         inside = [line for path, line in of_paths if path not in self.unprefixed]
-        return (*patterns(inside, self.prefixes), *patterns([*beside, *self.copies.values()], [""]))
+        return (*patterns(inside, self.prefixes), *patterns([*outer, *self.copies.values()], [""]))
 
     def of_folder(self, config: FolderConfig, shapes: Shapes) -> Family:
         """This family with the sizes, the prefix and the lines of one folder, whose tensors have

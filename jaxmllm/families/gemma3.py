@@ -70,14 +70,14 @@ def _text(config: FolderConfig) -> dict[str, Any]:
     if "sliding_window" in config.values and config.get("sliding_window") is None:
         config.refuse("has no sliding_window", "the layers that attend in windows need one")
     config = config.completed(DEFAULTS)
-    windowed = _windowed(config)
-    full, local = _rotary(config)
+    windowed = _windowed_layers(config)
+    full, local = _full_and_local_rotary(config)
     bias = config.flag("attention_bias")
     return dense_decoder(
         config.updated(rope_parameters=full, rope_scaling=None),
         windowed,
         window_rope_theta=local if any(windowed) else None,
-        attention_scale=_positive(config, "query_pre_attn_scalar") ** -0.5,
+        attention_scale=_positive_number(config, "query_pre_attn_scalar") ** -0.5,
         activation="gelu_tanh",
         qkv_bias=bias,
         out_bias=bias,
@@ -88,23 +88,23 @@ def _text(config: FolderConfig) -> dict[str, Any]:
     )
 
 
-def _windowed(config: FolderConfig) -> tuple[bool, ...]:
+def _windowed_layers(config: FolderConfig) -> tuple[bool, ...]:
     """Whether each layer attends in windows: `layer_types`, or in older files all layers except
     every n-th (`sliding_window_pattern`)."""
     if config.get("layer_types") is not None:
         return windows_by_type(config)
-    every = _positive(config, "sliding_window_pattern")
+    every = _positive_number(config, "sliding_window_pattern")
     return tuple((layer + 1) % every != 0 for layer in range(config.count("num_hidden_layers")))
 
 
-def _positive(config: FolderConfig, key: str) -> Any:
+def _positive_number(config: FolderConfig, key: str) -> Any:
     value = config.number(key)
     if value <= 0:
         config.refuse(f"has {key} {value!r}", "it must be greater than 0")
     return value
 
 
-def _rotary(config: FolderConfig) -> tuple[dict[str, Any], float]:
+def _full_and_local_rotary(config: FolderConfig) -> tuple[dict[str, Any], float]:
     """(record of layers that see everything, theta of layers with windows), in either spelling."""
     records = config.get("rope_parameters", {})
     if not isinstance(records, dict) or not records.keys() <= {*LAYER_TYPES}:

@@ -111,7 +111,7 @@ def _vision(config: FolderConfig) -> dict[str, Any]:
         )
     if normed and epsilon != 1e-6:
         vision.refuse(f"has layer_norm_eps {epsilon}", "queries and keys are normed with 1e-6")
-    patch = _side(vision, "patch_size")
+    patch = _square_side(vision, "patch_size")
     return {
         "width": vision.count("hidden_size"),
         "layers": vision.count("num_hidden_layers"),
@@ -119,7 +119,7 @@ def _vision(config: FolderConfig) -> dict[str, Any]:
         "mlp_width": vision.count("intermediate_size"),
         "patch_size": patch,
         "positions": "table",
-        "position_grid": _side(vision, "image_size") // patch,
+        "position_grid": _square_side(vision, "image_size") // patch,
         "class_token": True,
         "norm": norm,
         "norm_epsilon": epsilon,
@@ -131,7 +131,7 @@ def _vision(config: FolderConfig) -> dict[str, Any]:
     }
 
 
-def _side(vision: FolderConfig, key: str) -> int:
+def _square_side(vision: FolderConfig, key: str) -> int:
     """A size in pixels, one number or the same one twice."""
     sides = vision.get(key)
     sides = sides if isinstance(sides, list) else [sides]

@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 STACKED = ("layer", "expert")  # axes that count tensors, in this order
-_LINE = re.compile(
+_LINE_FORM = re.compile(
     r"(?P<key>[^\s\[]+)(?:\[(?P<part>\d+)/(?P<parts>\d+)(?:, axis (?P<axis>\d+))?\])?: "
     r"(?P<tensor>.+) -> (?P<parameter>.+)"
 )
@@ -72,7 +72,7 @@ class Line:
         Args:
           sizes: sizes of letters, at least of those that are joined in the parameter.
         """
-        match = _LINE.fullmatch(text)
+        match = _LINE_FORM.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not of the form 'key: axes -> axes'")
         axes = _AXIS.findall(match["tensor"])
@@ -115,9 +115,9 @@ class Line:
 
     def keys(self, shape: tuple[int, ...]) -> tuple[str, ...]:
         """Keys of all tensors of a parameter."""
-        return tuple(self._key(place) for place in np.ndindex(shape[: len(self.stacked)]))
+        return tuple(self._tensor_key(place) for place in np.ndindex(shape[: len(self.stacked)]))
 
-    def _key(self, place: tuple[int, ...]) -> str:
+    def _tensor_key(self, place: tuple[int, ...]) -> str:
         """The key of one tensor."""
         key = self.key
         for name, number in zip(self.stacked, place, strict=True):
@@ -132,7 +132,7 @@ class Line:
 
     def _part_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the part of each tensor that holds the parameter."""
-        sizes = self._sizes(shape)
+        sizes = self._letter_sizes(shape)
         return tuple(math.prod(sizes[letter] for letter in group) for group in self.tensor)
 
     def pieces(self, shape: tuple[int, ...], index: Index) -> Iterator[tuple[str, Any, Index]]:
@@ -142,7 +142,7 @@ class Line:
         counted = [range(*extent.indices(size)) for extent, size in zip(index, shape, strict=True)]
         for place in np.ndindex(*map(len, counted[:axes])):
             tensor = tuple(numbers[offset] for numbers, offset in zip(counted, place, strict=False))
-            yield self._key(tensor), (*place, ...), index[axes:]
+            yield self._tensor_key(tensor), (*place, ...), index[axes:]
 
     def view(self, tensor: NDArray[Any], shape: tuple[int, ...], index: Index) -> NDArray[Any]:
         """A slice of what one tensor holds of a parameter: a view of the tensor with an axis for
@@ -153,7 +153,7 @@ class Line:
           shape: shape of the whole parameter.
           index: a slice of each axis after those that count tensors. Joined axes are taken whole.
         """
-        sizes = self._sizes(shape)
+        sizes = self._letter_sizes(shape)
         order = list(itertools.chain(*self.tensor))
         if self.parts > 1:
             length = self._part_shape(shape)[self.part_axis]
@@ -163,7 +163,7 @@ class Line:
         assert np.shares_memory(split, tensor) or not tensor.size, "a view, not a copy"
         split = np.flip(split, tuple(order.index(letter) for letter in self.backward))
         view = split.transpose([order.index(letter) for letter in self.letters])
-        return view[self._by_letter(shape, index)]
+        return view[self._index_by_letter(shape, index)]
 
     def read(self, tensor: NDArray[Any], shape: tuple[int, ...], index: Index) -> NDArray[Any]:
         """As `view`, in the axes of the parameter. May copy, so slices may also cut joined axes."""
@@ -201,13 +201,13 @@ class Line:
             yield everything, index
             return
         axis = axes.index(letter)
-        length = self._sizes(shape)[letter]
+        length = self._letter_sizes(shape)[letter]
         lower, upper, _ = index[axis].indices(length)
         # Numbers of the tensor from one index of the axis to the next
-        apart = math.prod(self._part_shape(shape)) // max(1, length)
+        stride = math.prod(self._part_shape(shape)) // max(1, length)
         if self.part_axis:
-            apart *= self.parts
-        step = max(1, numbers // max(1, apart))
+            stride *= self.parts
+        step = max(1, numbers // max(1, stride))
         for begin in range(lower, upper, step):
             end = min(begin + step, upper)
             yield (
@@ -223,7 +223,7 @@ class Line:
             self.view(tensors[key], values.shape, index)[...] = values[place]
         return tensors
 
-    def _by_letter(self, shape: tuple[int, ...], index: Index) -> Index:
+    def _index_by_letter(self, shape: tuple[int, ...], index: Index) -> Index:
         slices: list[slice] = []
         stacked_axes = len(self.stacked)
         for axis, size, extent in zip(
@@ -235,7 +235,7 @@ class Line:
             slices += [extent] if len(letters) == 1 else [slice(None)] * len(letters)
         return tuple(slices)
 
-    def _sizes(self, shape: tuple[int, ...]) -> dict[str, int]:
+    def _letter_sizes(self, shape: tuple[int, ...]) -> dict[str, int]:
         if len(shape) != len(self.parameter):
             raise ValueError(f"{self.key}: a parameter of shape {shape} has not {self.parameter}")
         sizes = dict(self.joined)

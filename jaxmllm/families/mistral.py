@@ -9,8 +9,8 @@ from jaxmllm.families.folder_config import FolderConfig
 
 
 def _language(config: FolderConfig) -> dict[str, Any]:
-    narrow = config.values.get("sliding_window", 4096) is not None
-    windowed = (narrow,) * config.count("num_hidden_layers")
+    has_windows = config.values.get("sliding_window", 4096) is not None
+    windowed = (has_windows,) * config.count("num_hidden_layers")
     return dense_decoder(config.completed({"num_key_value_heads": 8}), windowed)
 
 

@@ -57,7 +57,7 @@ class ModelFolder:
         folder = Path(path)
         config = FolderConfig.read(folder)
         family = family_of(config, component)
-        files = tuple(_weight_files(folder))
+        files = tuple(_open_weight_files(folder))
         return cls(folder, config, family, files).of(component)
 
     def of(self, component: str) -> ModelFolder:
@@ -78,7 +78,7 @@ class ModelFolder:
           FolderError: keys that are missing, of another shape or type, or that no line names.
         """
         tensors = self.tensors
-        fit = Fit(self, shapes, self._copies(shapes, tensors))
+        fit = Fit(self, shapes, self._present_copies(shapes, tensors))
         problems = []
         expected: dict[str, tuple[int, ...]] = {}
         for path, line in fit.lines():
@@ -103,7 +103,9 @@ class ModelFolder:
             )
         return fit
 
-    def _copies(self, shapes: Shapes, tensors: Mapping[str, StoredTensor]) -> dict[str, Line]:
+    def _present_copies(
+        self, shapes: Shapes, tensors: Mapping[str, StoredTensor]
+    ) -> dict[str, Line]:
         """Lines of the second tensors that this folder has for some parameters, by path."""
         used_keys = {self.family.lines[path].key for path in shapes if path in self.family.lines}
         return {
@@ -156,10 +158,10 @@ class Fit:
 
     def part(self, path: str, index: Index, dtype: Any) -> NDArray[Any]:
         """A slice of a parameter. Raises `FolderError` if a copy of it differs."""
-        values = self._read(self.folder.family.lines[path], path, index, dtype)
+        values = self._read_slice(self.folder.family.lines[path], path, index, dtype)
         copy = self.copies.get(path)
         if copy is not None and not np.array_equal(
-            values, self._read(copy, path, index, dtype), equal_nan=True
+            values, self._read_slice(copy, path, index, dtype), equal_nan=True
         ):
             raise FolderError(
                 f"{copy.key} of {self.folder.path} is not {self.folder.family.lines[path].key}, "
@@ -171,7 +173,7 @@ class Fit:
         """All of a parameter. Raises `FolderError` if a copy of it differs."""
         return self.part(path, full_index(self.shapes[path]), dtype)
 
-    def _read(self, line: Line, path: str, index: Index, dtype: Any) -> NDArray[Any]:
+    def _read_slice(self, line: Line, path: str, index: Index, dtype: Any) -> NDArray[Any]:
         shape = self.shapes[path]
         tensors = self.folder.tensors
         sizes = [
@@ -201,8 +203,8 @@ def write_folder(
     """
     source = parts[0][0].folder
     folder.mkdir(parents=True)
-    left_out = _copy_others(source, folder)
-    tensors = _empty_tensors(source, folder)
+    left_out = _copy_other_files(source, folder)
+    tensors = _create_weight_files(source, folder)
     filled: set[str] = set()
     for fit, values in parts:
         filled |= fit.fill(tensors, values)
@@ -211,7 +213,7 @@ def write_folder(
     return left_out
 
 
-def _copy_others(source: ModelFolder, folder: Path) -> tuple[str, ...]:
+def _copy_other_files(source: ModelFolder, folder: Path) -> tuple[str, ...]:
     """Copy the files that hold no weights; returns the names of the others, except `source.files`,
     whose tensors are written anyway."""
     tensor_files = {file.path.name for file in source.files}
@@ -228,21 +230,21 @@ def _copy_others(source: ModelFolder, folder: Path) -> tuple[str, ...]:
     return tuple(path.name for path in weights)
 
 
-def _empty_tensors(source: ModelFolder, folder: Path) -> dict[str, StoredTensor]:
+def _create_weight_files(source: ModelFolder, folder: Path) -> dict[str, StoredTensor]:
     """Make files with the headers of a folder's files; returns their tensors, not yet written."""
     for file in source.files:
         target = folder / file.path.name
         with target.open("w+b") as stream:
             stream.write(file.head)
             stream.flush()
-            _take_room(stream, file.size)
+            _reserve_space(stream, file.size)
     return {
         key: replace(tensor, file=folder / tensor.file.name)
         for key, tensor in source.tensors.items()
     }
 
 
-def _take_room(stream: BinaryIO, size: int) -> None:
+def _reserve_space(stream: BinaryIO, size: int) -> None:
     """Extend a file to `size` bytes. Raises OSError where there is no room: a write through a
     memory map would then kill the process."""
     try:
@@ -257,12 +259,14 @@ def _take_room(stream: BinaryIO, size: int) -> None:
         )  # file systems that reserve nothing, where the C library writes no zeros instead
 
 
-def _weight_files(folder: Path) -> Iterator[WeightFile]:
+def _open_weight_files(folder: Path) -> Iterator[WeightFile]:
     # If both exist, transformers reads the single file, and diffusers the files of the index.
     for name in (SINGLE, INDEX, f"{OF_GENERATORS}.index.json", OF_GENERATORS):
         path = folder / name
         if path.is_file():
-            yield from [WeightFile.open(path)] if path.suffix in WEIGHTS else _indexed_files(path)
+            yield from (
+                [WeightFile.open(path)] if path.suffix in WEIGHTS else _open_indexed_files(path)
+            )
             return
     raise FolderError(
         f"{folder} has neither {SINGLE} nor {INDEX}; other formats are not read: save "
@@ -270,7 +274,7 @@ def _weight_files(folder: Path) -> Iterator[WeightFile]:
     )
 
 
-def _indexed_files(index: Path) -> Iterator[WeightFile]:
+def _open_indexed_files(index: Path) -> Iterator[WeightFile]:
     """The files that an index names. Raises `FolderError` if they hold other keys than it says."""
     folder = index.parent
     try:

@@ -68,19 +68,19 @@ def thinkers(kind: str, parts: Iterable[Family], carried: Iterable[str]) -> tupl
         family
         for model_type, prefix in of_folders.items()
         for family in together(
-            *(_inside(part, model_type, prefix) for part in parts), carried=carried
+            *(_prefixed_part(part, model_type, prefix) for part in parts), carried=carried
         )
     )
 
 
-def _inside(part: Family, model_type: str, prefix: str) -> Family:
+def _prefixed_part(part: Family, model_type: str, prefix: str) -> Family:
     """A part whose keys have the prefixes of its module, except the head's."""
     named, stored = MODULES[part.component.removeprefix("projector.")]
-    beside = {path: prefix + part.parameters[path] for path in part.unprefixed}
+    outside_lines = {path: prefix + part.parameters[path] for path in part.unprefixed}
     return replace(
         part,
         model_type=model_type,
-        parameters={**part.parameters, **beside},
+        parameters={**part.parameters, **outside_lines},
         copies={path: prefix + line for path, line in part.copies.items()},
         prefixes=(f"{prefix}model.{named}", f"{prefix}{stored}"),
     )

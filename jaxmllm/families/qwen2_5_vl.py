@@ -164,12 +164,12 @@ def merger(vision: FolderConfig, wide: int) -> dict[str, Any]:
 
 def picture_processor(file: FolderConfig, section: dict[str, Any]) -> Processor:
     """How pictures are read."""
-    _expect_usual(file, section)
+    _expect_usual_settings(file, section)
     colors = {"pixel_mean": file.get("image_mean", MEAN), "pixel_std": file.get("image_std", STD)}
     return Processor(colors, bounds(file, PIXELS) | {"resize": "smart", "kernel": "bicubic"})
 
 
-def _expect_usual(file: FolderConfig, section: dict[str, Any]) -> None:
+def _expect_usual_settings(file: FolderConfig, section: dict[str, Any]) -> None:
     """Refuse settings other than those usual for pictures and videos."""
     for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         file.expect(step, True)
@@ -201,7 +201,7 @@ def video_processor(
       pixels: least and most pixels where the file gives none.
       fps: frames per second where the file gives none; none: all frames are taken.
     """
-    _expect_usual(file, section)
+    _expect_usual_settings(file, section)
     for key in ("pixel_mean", "pixel_std"):
         file.expect(key.replace("pixel", "image"), list(section[key]))
     file.expect("cap_pixels_per_frame", False)

@@ -69,7 +69,7 @@ def _projector(config: FolderConfig) -> dict[str, Any]:
     return {"merge": 1, "projector": {"linear": True}}
 
 
-def _placeholder(config: FolderConfig) -> int:
+def _placeholder_id(config: FolderConfig) -> int:
     return int(config.number("audio_token_index", CLIP))
 
 
@@ -94,7 +94,7 @@ QWEN2_AUDIO = together(
         prefixes=IN_AUDIO,
         letters=stem_letters,
         processor=chunk_processor,
-        placeholder=_placeholder,
+        placeholder=_placeholder_id,
     ),
     Family(
         "Qwen2-Audio",

@@ -12,8 +12,8 @@ from jaxmllm.families.qwen3 import qwen3_decoder
 
 def _language(config: FolderConfig) -> dict[str, Any]:
     # The reference has windows in all layers or none, whatever Qwen3's keys for layers say.
-    everywhere = config.updated(layer_types=None, max_window_layers=0)
-    return qwen3_decoder(everywhere.completed({"num_key_value_heads": 4})) | experts_of(config)
+    uniform = config.updated(layer_types=None, max_window_layers=0)
+    return qwen3_decoder(uniform.completed({"num_key_value_heads": 4})) | experts_of(config)
 
 
 def experts_of(config: FolderConfig, renormalise: bool = False) -> dict[str, Any]:

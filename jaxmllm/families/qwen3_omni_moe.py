@@ -44,17 +44,17 @@ SPELLED = (
 )
 
 
-def _respelled(lines: Mapping[str, str]) -> dict[str, str]:
-    respelled = dict(lines)
+def _renamed_mergers(lines: Mapping[str, str]) -> dict[str, str]:
+    renamed = dict(lines)
     for path, line in lines.items():
         for word, usual in SPELLED if "merger" in line else ():
             line = line.replace(usual, word)
-        respelled[path] = line
-    return respelled
+        renamed[path] = line
+    return renamed
 
 
-VISION = _respelled(PLAIN_VISION)
-MERGER = _respelled(MERGERS)
+VISION = _renamed_mergers(PLAIN_VISION)
+MERGER = _renamed_mergers(MERGERS)
 LAYERS = {path: line for path, line in ENCODER.items() if path.startswith("layers.")}
 AUDIO = LAYERS | {
     "layers.attention.key_bias": f"{ATTENTION}.k_proj.bias: (h k) -> layer h k",

@@ -19,7 +19,7 @@ LAYER = "transformer_blocks.{layer}"
 TIME = "time_text_embed.timestep_embedder"
 
 
-def _stream(
+def _stream_lines(
     own: str, part: str, projections: tuple[str, str, str, str], norm: str
 ) -> dict[str, str]:
     """Lines of one stream of every layer.
@@ -60,8 +60,8 @@ PARAMETERS = {
     "time.up_bias": f"{TIME}.linear_1.bias: d -> d",
     "time.down": f"{TIME}.linear_2.weight: d e -> e d",
     "time.down_bias": f"{TIME}.linear_2.bias: d -> d",
-    **_stream("layers", "img", ("to_q", "to_k", "to_v", "to_out.0"), "norm"),
-    **_stream(
+    **_stream_lines("layers", "img", ("to_q", "to_k", "to_v", "to_out.0"), "norm"),
+    **_stream_lines(
         "layers.conditions",
         "txt",
         ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
@@ -143,7 +143,7 @@ def _letters(section: dict[str, Any]) -> dict[str, int]:
     }
 
 
-_TRANSFORMER = Family(
+_TRANSFORMER_FAMILY = Family(
     "Qwen-Image",
     KIND,
     _transformer,
@@ -152,7 +152,7 @@ _TRANSFORMER = Family(
     component="diffusion",
     letters=_letters,
 )
-_READER = Family(
+_PROJECTOR_FAMILY = Family(
     "Qwen-Image", KIND, _projector, PROJECTOR, copies={}, component="projector.language"
 )
-QWEN_IMAGE = together(_TRANSFORMER, _READER)
+QWEN_IMAGE = together(_TRANSFORMER_FAMILY, _PROJECTOR_FAMILY)

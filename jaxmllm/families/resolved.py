@@ -69,12 +69,12 @@ def resolved(tree: dict[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(tree.get("model"), dict):
         return tree  # which the schema refuses
-    tree = _with_folders(tree)
-    _check_states(tree)
+    tree = _complete_from_folders(tree)
+    _check_state_width(tree)
     return tree
 
 
-def _with_folders(tree: dict[str, Any]) -> dict[str, Any]:
+def _complete_from_folders(tree: dict[str, Any]) -> dict[str, Any]:
     """The tree, completed from its folders: those of towers and generator, then the decoder's."""
     data = tree.get("data")
     reads_text = isinstance(data, dict) and data.get("tokenizer") is None
@@ -97,30 +97,30 @@ def _with_folders(tree: dict[str, Any]) -> dict[str, Any]:
     settings = model.get("language") or {}
     if not isinstance(settings, dict):
         return tree
-    _check_equal("language", LanguageConfig, OPEN - shapes.keys(), settings, shapes, config)
+    _check_agreement("language", LanguageConfig, OPEN - shapes.keys(), settings, shapes, config)
     for component in TOWERS:
         if component in components_of(config):
             tree = _with_own_tower(tree, component, config)
     if reads_text:
         data = tree["data"]
         named = {key: value for key, value in data.items() if value is not None}
-        tree = tree | {"data": data | _text_of(Path(source)) | named}
+        tree = tree | {"data": data | _tokenizer_and_template(Path(source)) | named}
     return tree | {"model": tree["model"] | {"language": shapes | settings}}
 
 
-def _text_of(folder: Path) -> dict[str, str]:
+def _tokenizer_and_template(folder: Path) -> dict[str, str]:
     """`data.tokenizer` of a folder, and `data.chat_template` where it has one."""
     tokenizer = folder / TOKENIZER
     if not tokenizer.is_file():
         raise ConfigError(
             f"data.tokenizer: {folder} has no {TOKENIZER}; name the tokenizer file that belongs to it"
         )
-    template = _template_of(folder)
+    template = _chat_template_file(folder)
     templates = {} if template is None else {"chat_template": str(template)}
     return {"tokenizer": str(tokenizer), **templates}
 
 
-def _template_of(folder: Path) -> Path | None:
+def _chat_template_file(folder: Path) -> Path | None:
     """The file of a folder that holds its chat template; none without one."""
     for path in (folder / name for name in TEMPLATES):
         if not path.is_file():
@@ -138,7 +138,7 @@ def _template_of(folder: Path) -> Path | None:
 
 def _with_named_tower(tree: dict[str, Any], component: str) -> dict[str, Any]:
     """The tree with the tower from the folder in `model.vision.from` or the like, if any."""
-    config = _named_folder(tree, component)
+    config = _named_folder_config(tree, component)
     if config is None:
         return tree
     return _with_tower(tree, component, config, family_of(config, component).section(config))
@@ -146,17 +146,17 @@ def _with_named_tower(tree: dict[str, Any], component: str) -> dict[str, Any]:
 
 def _with_named_generator(tree: dict[str, Any]) -> dict[str, Any]:
     """The tree with the generator from the folder in `model.diffusion.from`, if there is one."""
-    config = _named_folder(tree, GENERATOR)
+    config = _named_folder_config(tree, GENERATOR)
     if config is None:
         return tree
     model = tree["model"]
     shapes = family_of(config, GENERATOR).section(config)
     settings = model[GENERATOR]
-    _check_equal(GENERATOR, DiffusionConfig, GENERATOR_OPEN, settings, shapes, config)
+    _check_agreement(GENERATOR, DiffusionConfig, GENERATOR_OPEN, settings, shapes, config)
     return tree | {"model": model | {GENERATOR: shapes | settings}}
 
 
-def _check_states(tree: dict[str, Any]) -> None:
+def _check_state_width(tree: dict[str, Any]) -> None:
     """Raise `ConfigError` if the projector from a generator's folder reads states of another width
     than the decoder's."""
     model = tree["model"]
@@ -164,7 +164,7 @@ def _check_states(tree: dict[str, Any]) -> None:
     language = model.get("language")
     if not isinstance(generator, dict) or generator.get("projector") != "folder":
         return
-    config = _named_folder(tree, GENERATOR)
+    config = _named_folder_config(tree, GENERATOR)
     if config is None or not isinstance(language, dict):
         return
     reads = family_of(config, f"{PROJECTOR}language").section(config)["reads"]
@@ -175,7 +175,7 @@ def _check_states(tree: dict[str, Any]) -> None:
         )
 
 
-def _named_folder(tree: dict[str, Any], component: str) -> FolderConfig | None:
+def _named_folder_config(tree: dict[str, Any], component: str) -> FolderConfig | None:
     """config.json of the folder in `model.vision.from` or the like, if there is one."""
     settings = tree["model"].get(component)
     source = settings.get("from") if isinstance(settings, dict) else None
@@ -218,14 +218,16 @@ def _with_tower(
         shapes = shapes | dict(processor.model)
         data = data | {media: dict(processor.data) | read}
         if family.videos is not None and settings.get("videos") is True:
-            data = data | {"videos": _videos_of(family.videos, config, shapes, data.get("videos"))}
+            data = data | {
+                "videos": _videos_section(family.videos, config, shapes, data.get("videos"))
+            }
         tree = tree | {"data": data}
     free = TOWER_OPEN | (PROJECTOR_OPEN - shapes.keys())
-    _check_equal(component, section, free, settings, shapes, config)
+    _check_agreement(component, section, free, settings, shapes, config)
     return tree | {"model": model | {component: shapes | settings}}
 
 
-def _videos_of(
+def _videos_section(
     said: Callable[[FolderConfig, FolderConfig, dict[str, Any]], dict[str, Any]],
     config: FolderConfig,
     shapes: dict[str, Any],
@@ -264,7 +266,7 @@ def _processor_file(folder: Path, part: str, own: str = PREPROCESSOR) -> FolderC
     return FolderConfig.read(folder, own)
 
 
-def _check_equal(
+def _check_agreement(
     component: str,
     section: type[Section],
     free: set[str],
@@ -275,12 +277,12 @@ def _check_equal(
     """Raise `ConfigError` where a config contradicts the folder."""
     usual = {field.alias or name: field.default for name, field in section.model_fields.items()}
     for key in own.keys() & usual.keys() - free:
-        said = shapes.get(key, usual[key])
+        stated = shapes.get(key, usual[key])
         value = own[key]
         default = usual[key]
-        if isinstance(default, Section) and isinstance(said, dict) and isinstance(value, dict):
-            said, value = (default.model_dump(mode="json") | fields for fields in (said, value))
-        if value != (list(said) if isinstance(said, tuple) else said):
+        if isinstance(default, Section) and isinstance(stated, dict) and isinstance(value, dict):
+            stated, value = (default.model_dump(mode="json") | fields for fields in (stated, value))
+        if value != (list(stated) if isinstance(stated, tuple) else stated):
             raise ConfigError(
-                f"model.{component}.{key} is {own[key]!r}, but {config.path} says {said!r}; leave it out"
+                f"model.{component}.{key} is {own[key]!r}, but {config.path} says {stated!r}; leave it out"
             )

@@ -78,7 +78,7 @@ def square_tower(config: FolderConfig) -> dict[str, Any]:
     return tower | {"positions": "table", "position_grid": side}
 
 
-def _of_any_size(config: FolderConfig) -> dict[str, Any]:
+def _any_size_tower(config: FolderConfig) -> dict[str, Any]:
     tower = _tower(config)
     vision = _vision(config)
     patches = vision.count("num_patches", 256)
@@ -141,7 +141,7 @@ def patch_letters(section: dict[str, Any]) -> dict[str, int]:
     return {"c": 3, "p": section["patch_size"], "q": section["patch_size"]}
 
 
-_WHOLE = Family(
+_WHOLE_MODEL = Family(
     "SigLIP",
     "siglip",
     square_tower,
@@ -153,13 +153,13 @@ _WHOLE = Family(
     letters=patch_letters,
     processor=_square_processor,
 )
-_WHOLE_OF_ANY_SIZE = replace(
-    _WHOLE,
+_WHOLE_MODEL_ANY_SIZE = replace(
+    _WHOLE_MODEL,
     name="SigLIP 2",
     model_type="siglip2",
-    section=_of_any_size,
+    section=_any_size_tower,
     parameters=PARAMETERS | {"patch": "embeddings.patch_embedding.weight: d f -> f d"},
     processor=_filling_processor,
 )
-SIGLIP = (_WHOLE, replace(_WHOLE, model_type="siglip_vision_model"))
-SIGLIP2 = (_WHOLE_OF_ANY_SIZE, replace(_WHOLE_OF_ANY_SIZE, model_type="siglip2_vision_model"))
+SIGLIP = (_WHOLE_MODEL, replace(_WHOLE_MODEL, model_type="siglip_vision_model"))
+SIGLIP2 = (_WHOLE_MODEL_ANY_SIZE, replace(_WHOLE_MODEL_ANY_SIZE, model_type="siglip2_vision_model"))

@@ -129,7 +129,7 @@ def _letters(section: dict[str, Any]) -> dict[str, int]:
     }
 
 
-_TRANSFORMER = Family(
+_TRANSFORMER_FAMILY = Family(
     "Wan 2.1",
     KIND,
     _transformer,
@@ -138,5 +138,7 @@ _TRANSFORMER = Family(
     component="diffusion",
     letters=_letters,
 )
-_READER = Family("Wan 2.1", KIND, _projector, PROJECTOR, copies={}, component="projector.language")
-WAN = together(_TRANSFORMER, _READER)
+_PROJECTOR_FAMILY = Family(
+    "Wan 2.1", KIND, _projector, PROJECTOR, copies={}, component="projector.language"
+)
+WAN = together(_TRANSFORMER_FAMILY, _PROJECTOR_FAMILY)

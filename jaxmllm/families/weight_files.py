@@ -81,7 +81,7 @@ class WeightFile:
                 if size < LENGTH_BYTES or not 0 < length <= min(
                     LONGEST_HEADER, size - LENGTH_BYTES
                 ):
-                    raise FolderError(_broken(path, f"a header of {length} bytes in {size}"))
+                    raise FolderError(_damage(path, f"a header of {length} bytes in {size}"))
                 text = stream.read(length)
             header = json.loads(text)
         except OSError as error:
@@ -89,12 +89,12 @@ class WeightFile:
         except (ValueError, RecursionError) as error:
             if isinstance(error, FolderError):
                 raise
-            raise FolderError(_broken(path, f"its header is no JSON ({error})")) from error
+            raise FolderError(_damage(path, f"its header is no JSON ({error})")) from error
         begin = LENGTH_BYTES + length
         if not isinstance(header, dict):
-            raise FolderError(_broken(path, "its header is no JSON object"))
+            raise FolderError(_damage(path, "its header is no JSON object"))
         tensors = {
-            key: _stored(path, key, entry, begin, size)
+            key: _stored_tensor(path, key, entry, begin, size)
             for key, entry in header.items()
             if key != "__metadata__"
         }
@@ -122,7 +122,7 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
             stream.write(np.ascontiguousarray(tensor).tobytes())
 
 
-def _stored(path: Path, key: str, entry: Any, begin: int, size: int) -> StoredTensor:
+def _stored_tensor(path: Path, key: str, entry: Any, begin: int, size: int) -> StoredTensor:
     """The tensor of a header's entry. Raises `FolderError` if the entry does not fit the file.
 
     Args:
@@ -134,7 +134,7 @@ def _stored(path: Path, key: str, entry: Any, begin: int, size: int) -> StoredTe
         shape = tuple(map(int, entry["shape"]))
         start, end = map(int, entry["data_offsets"])
     except (TypeError, KeyError, ValueError) as error:
-        raise FolderError(_broken(path, f"{key} has no dtype, shape and data_offsets")) from error
+        raise FolderError(_damage(path, f"{key} has no dtype, shape and data_offsets")) from error
     if begin + end > size:
         raise FolderError(
             f"{path} is truncated: {key} ends at byte {begin + end}, the file has {size}; copy it again"
@@ -143,9 +143,9 @@ def _stored(path: Path, key: str, entry: Any, begin: int, size: int) -> StoredTe
     if dtype in DTYPES:
         bad = bad or end - start != math.prod(shape) * DTYPES[dtype].itemsize
     if bad:
-        raise FolderError(_broken(path, f"{key} of {dtype}{list(shape)} at {start} to {end}"))
+        raise FolderError(_damage(path, f"{key} of {dtype}{list(shape)} at {start} to {end}"))
     return StoredTensor(path, dtype, shape, begin + start, end - start)
 
 
-def _broken(path: Path, what: str) -> str:
+def _damage(path: Path, what: str) -> str:
     return f"{path} is no safetensors file ({what}); copy it again"
