@@ -65,13 +65,13 @@ class _Factors(nnx.Module):
         rank: int,
         rngs: nnx.Rngs,
     ):
-        read = _leading(shape, inputs)
+        read = _input_axis_count(shape, inputs)
         self.a = parameter(rngs, (layers, *shape[:read], rank), (*axes[:read], None), inputs)
         zeros = jnp.zeros((layers, rank, *shape[read:]))
         self.b = nnx.Param(zeros, axes=(None, *axes[read:]), looked_up=False)
 
 
-def _leading(shape: tuple[int, ...], inputs: int) -> int:
+def _input_axis_count(shape: tuple[int, ...], inputs: int) -> int:
     """Number of leading axes of a matrix that are its inputs, which may be split into heads."""
     return next(axes for axes in range(1, len(shape)) if math.prod(shape[:axes]) == inputs)
 

@@ -117,9 +117,9 @@ class AudioTower(nnx.Module):
         """Input of the first layer: outputs of the stem, plus positions unless these are rotary."""
         ranks, slots, _ = rows.features.shape
         stride = self.config.stem_stride
-        stretches = _stretches(rows, stride)
+        stretches = _stem_stretches(rows, stride)
         x = stretches.features.astype(dtype)
-        places = self._places(stretches.positions)
+        places = self._chunk_places(stretches.positions)
         if self.config.stem_channels is None:
             x = self._line_stem(x, jnp.equal(places, 0), stretches.segments, layout)
         else:
@@ -129,10 +129,10 @@ class AudioTower(nnx.Module):
             x = x[:, :, 1:-1]
         x = x.reshape(ranks, slots // stride, -1)
         if self.config.positions != "rotary":
-            x = x + self._position_table(layout, dtype)[self._places(rows.positions)]
+            x = x + self._position_table(layout, dtype)[self._chunk_places(rows.positions)]
         return layout.constrain(x, ("batch", "sequence", None))
 
-    def _places(self, positions: Int[Array, "*rows C A"]) -> Int[Array, "*rows C/s"]:
+    def _chunk_places(self, positions: Int[Array, "*rows C A"]) -> Int[Array, "*rows C/s"]:
         """Number of each attention token in its chunk."""
         tokens: Array = positions[..., :: self.config.stem_stride, 0]
         return tokens % self.config.chunk_tokens
@@ -179,7 +179,7 @@ class AudioTower(nnx.Module):
         )
 
 
-def _stretches(rows: EncoderRows, margin: int) -> BlockMargins:
+def _stem_stretches(rows: EncoderRows, margin: int) -> BlockMargins:
     """The slots of rows that the stem reads, [R, N, T, ..]: each row as a whole, or, where parts
     separate its blocks, each block with `margin` slots of the row on either side."""
     slots = BlockMargins(rows.features, rows.segments, rows.positions)

@@ -70,17 +70,17 @@ def build_model(
         for name, (setting, make) in makers.items()
     }
     for name in config.adapters.by_component:
-        components |= _with_adapter(components[name], config, settings)
+        components |= _component_and_adapter(components[name], config, settings)
     shapes = {name: component.shapes for name, component in components.items()}
     patterns = {
         name: part.settings.train for name, part in components.items() if not part.settings.freeze
     }
     trainable = Trainable.of(shapes, patterns)
-    _check_adapted(config, trainable)
+    _check_adapted_frozen(config, trainable)
     return MLLM(config, vocab_size, components, trainable)
 
 
-def _with_adapter(
+def _component_and_adapter(
     component: Component, config: ModelConfig, settings: ComponentsConfig
 ) -> dict[str, Component]:
     """A component with the scale of its adapter, and the adapter as a component, by name."""
@@ -102,7 +102,7 @@ def _with_adapter(
     }
 
 
-def _check_adapted(config: ModelConfig, trainable: Trainable) -> None:
+def _check_adapted_frozen(config: ModelConfig, trainable: Trainable) -> None:
     """Raise `ConfigError` for a matrix that has an adapter and would also be trained itself."""
     for name, adapter in config.adapters.by_component.items():
         for path in adapter.adapted(getattr(config, name).matrices):

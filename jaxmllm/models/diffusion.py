@@ -184,7 +184,7 @@ class DiffusionTower(nnx.Module):
         crossed = config.conditioning == "cross"
         own_weights = crossed or config.streams == 2
         where = ConditionSlots.of(layout, rows.conditions >= 0) if own_weights else None
-        apart = self._to_conditions(context, rows) if crossed else None
+        apart = self._cross_context(context, rows) if crossed else None
         return DrawnContext(context, rows.owners, apart, where)
 
     def finish(
@@ -204,7 +204,7 @@ class DiffusionTower(nnx.Module):
         x = _modulated(self.norm(x), shift, scale)
         return biased(x @ weight(self.output, layout, dtype), self.output_bias, layout)
 
-    def _to_conditions(self, context: RowContext, rows: GeneratorRows) -> RowContext:
+    def _cross_context(self, context: RowContext, rows: GeneratorRows) -> RowContext:
         """The rows as the attention from patches to conditions sees them
         (`conditioning: cross`)."""
         assert rows.cross_tiles is not None
@@ -256,10 +256,10 @@ class _Stream(nnx.Module):
         width = config.width
         norm = MODULATED_NORMS[config.norm]
         self.attention_norm = norm(width, config.norm_epsilon)
-        self.attention = _attention(config, rngs)
+        self.attention = _make_attention(config, rngs)
         apart = config.conditioning == "cross"
         self.cross_norm = NORMS[config.norm](width, config.norm_epsilon) if apart else None
-        self.cross_attention = _attention(config, rngs) if apart else None
+        self.cross_attention = _make_attention(config, rngs) if apart else None
         self.mlp_norm = norm(width, config.norm_epsilon)
         self.mlp = MLP(rngs, width, config.mlp_width)
         per_layer = config.modulation == "layer"
@@ -299,12 +299,12 @@ class _Stream(nnx.Module):
         gate, shift, scale, mlp_gate = by_slot(rows.layout, vectors[:, :, 2:], owners)
         x = x + _gated(self.attention.output(mixed, rows), gate)
         if apart is not None:
-            x = x + self._read_apart(apart, x)
+            x = x + self._cross_attention_output(apart, x)
         out = self.mlp(_modulated(self.mlp_norm(x), shift, scale), rows.layout)
         out = named(out, "mlp")  # which the gradient of the gate needs
         return x + _gated(out, mlp_gate)
 
-    def _read_apart(self, apart: ConditionsApart, x: Float[Array, "R C D"]) -> Array:
+    def _cross_attention_output(self, apart: ConditionsApart, x: Float[Array, "R C D"]) -> Array:
         """Output of the attention from patches to conditions."""
         (states, padded), where, rows = apart
         norm = self.cross_norm
@@ -360,7 +360,7 @@ class _DiffusionBlock(_Stream):
         return in_both(_Stream.finish, x, self.attention.mixed(queries, keys, values, rows))
 
 
-def _attention(config: DiffusionConfig, rngs: nnx.Rngs) -> SelfAttention:
+def _make_attention(config: DiffusionConfig, rngs: nnx.Rngs) -> SelfAttention:
     return SelfAttention(
         rngs,
         config.width,
@@ -397,12 +397,14 @@ def by_slot(
     """The N vectors of each slot's segment, zeros in slots without one. They are looked up one by
     one, because the gradients of a joint lookup would first have to be stacked and transposed."""
     segments = modulation.shape[1]
-    slots = (_of_owners(segments, vectors, owners) for vectors in jnp.moveaxis(modulation, 2, 0))
+    slots = (
+        _owner_vectors(segments, vectors, owners) for vectors in jnp.moveaxis(modulation, 2, 0)
+    )
     return tuple(layout.constrain(slot_vectors, (*SLOTS, None)) for slot_vectors in slots)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _of_owners(
+def _owner_vectors(
     segments: int, vectors: Float[Array, "R S D"], owners: Int[Array, "R C"]
 ) -> Float[Array, "R C D"]:
     """The vector of each slot's segment.
@@ -426,17 +428,17 @@ def _looked_up(vectors: Array, owners: Array) -> Array:
     return jnp.take_along_axis(from_one, owners[..., None], axis=1, mode="clip")
 
 
-def _of_owners_forward(segments: int, vectors: Array, owners: Array) -> tuple[Array, Array]:
-    return _of_owners(segments, vectors, owners), owners
+def _owner_vectors_forward(segments: int, vectors: Array, owners: Array) -> tuple[Array, Array]:
+    return _owner_vectors(segments, vectors, owners), owners
 
 
-def _of_owners_backward(segments: int, owners: Array, gradient: Array) -> tuple[Array, None]:
+def _owner_vectors_backward(segments: int, owners: Array, gradient: Array) -> tuple[Array, None]:
     chosen = _membership(owners, segments, gradient.dtype)
     d_vectors = jnp.einsum("rcs,rcd->rsd", chosen, gradient, precision=jax.lax.Precision.HIGHEST)
     return d_vectors, None
 
 
-_of_owners.defvjp(_of_owners_forward, _of_owners_backward)
+_owner_vectors.defvjp(_owner_vectors_forward, _owner_vectors_backward)
 
 
 def edge_distances(layout: Layout, rows: GeneratorRows) -> Float[Array, "R C 6"]:

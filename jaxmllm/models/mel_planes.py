@@ -84,16 +84,16 @@ class PlaneStem(nnx.Module):
         Args:
           places: number of each token in its chunk.
         """
-        return jax.checkpoint(lambda x: self._tokens(x, places, layout))(frames)
+        return jax.checkpoint(lambda x: self._attention_tokens(x, places, layout))(frames)
 
-    def _tokens(
+    def _attention_tokens(
         self, frames: Float[Array, "R N T M"], places: Int[Array, "R N T/8"], layout: Layout
     ) -> Float[Array, "R N T/8 D"]:
         x = frames[..., None]
         stride = 1
         for convolution in (self.first, self.second, self.third):
             stride *= 2
-            frame_places = _spread(places, self.config.stem_stride // stride)
+            frame_places = _output_places(places, self.config.stem_stride // stride)
             x = convolution(x, frame_places == 0, layout)
             # The next convolution must see zeros after the last frame of a chunk.
             outputs = -(-self.config.chunk_frames // stride)
@@ -101,7 +101,7 @@ class PlaneStem(nnx.Module):
         return product(x.reshape(*x.shape[:3], -1), self.matrix, layout)
 
 
-def _spread(places: Shaped[Array, "R N T"], outputs: int) -> Shaped[Array, "R N T*n"]:
+def _output_places(places: Shaped[Array, "R N T"], outputs: int) -> Shaped[Array, "R N T*n"]:
     """Number of each output in its chunk, where each token covers `outputs` of them."""
     inside = jnp.arange(outputs, dtype=places.dtype)
     return (places[..., None] * outputs + inside).reshape(*places.shape[:2], -1)

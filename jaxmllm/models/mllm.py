@@ -195,7 +195,7 @@ class MLLM:
         """Run the tower of an encoder phase."""
         component = self.components[phase]
         tower = component.module(params)
-        return _of_data(
+        return _zero_dataless_slots(
             tower(rows, component.layout, component.dtype, component.settings), rows.segments
         )
 
@@ -209,7 +209,7 @@ class MLLM:
         """Turn a tower's features into language tokens, each rank's in packed order. Where decoder
         layers add tokens of another tower (deepstack), zeros fill up the tokens of this one."""
         name = f"{PROJECTOR}{phase}"
-        tokens = self._projected(params, name, features)
+        tokens = self._projector_output(params, name, features)
         if missing := self.config.token_width - tokens.shape[-1]:
             tokens = jnp.pad(tokens, ((0, 0), (0, 0), (0, missing)))
         layout = self.components[name].layout
@@ -217,7 +217,7 @@ class MLLM:
             return tokens  # rows in one part are in packed order, except in phases with windows
         return take_slots(layout, tokens, places)
 
-    def _projected(self, params: Params, name: str, given: Float[Array, "R C D"]) -> Array:
+    def _projector_output(self, params: Params, name: str, given: Float[Array, "R C D"]) -> Array:
         """Output of the projector of this name for features of a tower or states of the decoder."""
         component = self.components[name]
 
@@ -243,13 +243,15 @@ class MLLM:
         """As `hidden`, and sums over routing [R, L, ...] where there are experts."""
         component = self.components[LANGUAGE]
         decoder: Decoder = component.module(params)
-        added = self._added(rows, media) if self.config.deepstack_depth else None
+        added = self._deepstack_vectors(rows, media) if self.config.deepstack_depth else None
         hidden, routed = decoder(
             self.embed(params, rows, media), rows, component.layout, component.settings, added
         )
         return hidden, decoder.output_head(), routed
 
-    def _added(self, rows: LanguageRows, media: Float[Array, "R C W"]) -> Float[Array, "N R C D"]:
+    def _deepstack_vectors(
+        self, rows: LanguageRows, media: Float[Array, "R C W"]
+    ) -> Float[Array, "N R C D"]:
         """Parts of the routed tokens: for each of the first N layers, what is added after it."""
         _, *deepstack = jnp.split(media, 1 + self.config.deepstack_depth, axis=-1)
         added = jnp.stack(deepstack).astype(self.components[LANGUAGE].dtype)
@@ -265,22 +267,22 @@ class MLLM:
     ) -> Float[Array, "R C F"]:
         """Predictions of a generator for noisy patches. `states` holds states of the decoder in the
         slots of conditions."""
-        conditions = self._conditions(params, states)
+        conditions = self._projected_conditions(params, states)
         component = self.components[phase]
         predictions: Array = component.module(params)(
             rows, noisy, conditions, component.layout, component.dtype, component.settings
         )
         return predictions
 
-    def _conditions(self, params: Params, states: Float[Array, "R C D"]) -> Conditions:
+    def _projected_conditions(self, params: Params, states: Float[Array, "R C D"]) -> Conditions:
         """The decoder's states that generators read, projected. With `conditioning: cross`, also
         the projection of zeros, which stands for each condition that an item lacks."""
         name = f"{PROJECTOR}{LANGUAGE}"
         padded = None
         if any(self.config.crossed.values()):
             nothing = jnp.zeros_like(states[:, : self.components[name].layout.parts])
-            padded = self._projected(params, name, nothing)
-        return Conditions(self._projected(params, name, states), padded)
+            padded = self._projector_output(params, name, nothing)
+        return Conditions(self._projector_output(params, name, states), padded)
 
     # ------------------------------------------------------------------ piece by piece, for pipelines
 
@@ -302,7 +304,7 @@ class MLLM:
         x = self.embed(params, rows, media)
         if not self.config.deepstack_depth:
             return x
-        return jnp.concatenate([x, *self._added(rows, media)], axis=-1)
+        return jnp.concatenate([x, *self._deepstack_vectors(rows, media)], axis=-1)
 
     def embed(
         self, params: Params, rows: LanguageRows, media: Float[Array, "R C W"]
@@ -336,7 +338,7 @@ class MLLM:
         # The graph of all layers also serves one layer, because it holds no shapes of parameters.
         block = nnx.merge(nnx.split(tower.layers)[0], component.adapted(params)[phase])
         context = tower.context(rows, component.layout, component.dtype, component.settings)
-        x, beside = self._parted(phase, x)
+        x, beside = self._split_carried(phase, x)
         out: Array
         routed: RouterSums | None = None
         if isinstance(block, MixtureBlock):
@@ -357,15 +359,15 @@ class MLLM:
         self, params: Params, phase: str, rows: EncoderRows, x: Float[Array, "R T D"]
     ) -> Float[Array, "R T D"]:
         """Features of a tower, as `features` returns them, given the output of its last layer."""
-        x, beside = self._parted(phase, x)
+        x, beside = self._split_carried(phase, x)
         normed: Array = self.components[phase].module(params).normed(x)
         features = normed if beside is None else jnp.concatenate([normed, *beside], axis=-1)
-        return _of_data(features, rows.segments)
+        return _zero_dataless_slots(features, rows.segments)
 
     def finish_states(self, params: Params, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
         """Normed hidden states of the decoder, given the output of its last layer."""
         states: Array = (
-            self.components[LANGUAGE].module(params).normed(self._parted(LANGUAGE, x)[0])
+            self.components[LANGUAGE].module(params).normed(self._split_carried(LANGUAGE, x)[0])
         )
         return states
 
@@ -378,7 +380,7 @@ class MLLM:
         states: Float[Array, "R C D"],
     ) -> Drawn:
         """Input of a generator's first layer, from the arguments of `draw`."""
-        conditions = self._conditions(params, states)
+        conditions = self._projected_conditions(params, states)
         component = self.components[phase]
         begun: Drawn = component.module(params).begin(
             rows, noisy, conditions, component.layout, component.dtype
@@ -407,7 +409,7 @@ class MLLM:
         )
         return predictions
 
-    def _parted(
+    def _split_carried(
         self, phase: str, x: Float[Array, "R T W"]
     ) -> tuple[Float[Array, "R T D"], Float[Array, "N R T D"] | None]:
         """Split the slots of stages into x and the N vectors after it; none if there are none."""
@@ -424,7 +426,7 @@ class MLLM:
         return head
 
 
-def _of_data(
+def _zero_dataless_slots(
     features: Float[Array, "R C/m D"], segments: Int[Array, "R C"]
 ) -> Float[Array, "R C/m D"]:
     """Features, with zeros in slots of an item that hold no data but are read: those after the end

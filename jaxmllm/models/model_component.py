@@ -136,7 +136,7 @@ def make_component(
     graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     shapes = nnx.to_pure_dict(state)
     axes = nnx.to_pure_dict(
-        jax.tree.map(_axis_names, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+        jax.tree.map(_parameter_axes, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
     )
     component = Component(name, make, graph, axes, shapes, layout, settings)
     check_shapes(component)
@@ -151,7 +151,7 @@ def check_shapes(component: Component) -> None:
         component.layout.check(where, leaf.shape, names.names)
 
 
-def _axis_names(variable: nnx.Variable[Any]) -> ParameterAxes:
+def _parameter_axes(variable: nnx.Variable[Any]) -> ParameterAxes:
     names: tuple[str | None, ...] = variable.axes
     # Stacking layers (`stacked`) adds an axis to the array, and none to its names.
     stacked = len(variable.get_value().shape) - len(names)

@@ -142,7 +142,9 @@ def _matrix_backward(
     d_x = d_matrix = None
     if matrix is not None:
         outputs = matrix.ndim - inputs
-        d_x = jnp.tensordot(gradient, matrix, (_last(gradient, outputs), _last(matrix, outputs)))
+        d_x = jnp.tensordot(
+            gradient, matrix, (_last_axes(gradient, outputs), _last_axes(matrix, outputs))
+        )
     if x is not None:
         d_matrix = _product_over_slots(x, gradient, x.ndim - inputs)
     return d_x, d_matrix
@@ -151,7 +153,7 @@ def _matrix_backward(
 times_matrix.defvjp(_matrix_forward, _matrix_backward, symbolic_zeros=True)
 
 
-def _last(x: Array, count: int) -> tuple[int, ...]:
+def _last_axes(x: Array, count: int) -> tuple[int, ...]:
     return tuple(range(x.ndim - count, x.ndim))
 
 

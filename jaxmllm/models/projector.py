@@ -42,7 +42,7 @@ class Projector(nnx.Module):
             self.mlp = MLP(rngs, inputs, shapes.mlp_width or width, width, shapes.gelu)
 
     def __call__(self, features: Float[Array, "R C D"], layout: Layout) -> Float[Array, "R C/g O"]:
-        join = _mean if self.takes_mean else _grouped
+        join = _mean if self.takes_mean else _joined_groups
         grouped = join(features, self.group, layout)
         if self.norm is not None:
             grouped = self.norm(grouped)
@@ -86,7 +86,7 @@ class DeepstackProjector(Projector):
             parameters, grouped = layer
             return None, nnx.merge(graph, parameters)(grouped, layout)
 
-        grouped = jnp.stack([_grouped(of_layer, self.group, layout) for of_layer in tapped])
+        grouped = jnp.stack([_joined_groups(of_layer, self.group, layout) for of_layer in tapped])
         _, tokens = jax.lax.scan(project, None, (parameters, grouped))
         return jnp.concatenate([super().__call__(of_last_layer, layout), *tokens], axis=-1)
 
@@ -98,7 +98,7 @@ def vision_projector(config: VisionConfig, width: int, rngs: nnx.Rngs) -> Projec
     return Projector(config.width, config.merge**2, width, rngs, config.projector)
 
 
-def _grouped(
+def _joined_groups(
     features: Float[Array, "R C D"], group: int, layout: Layout
 ) -> Float[Array, "R C/g g*D"]:
     """Groups of neighbouring features, concatenated."""

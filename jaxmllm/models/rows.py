@@ -45,7 +45,7 @@ class BlockMargins(NamedTuple):
     positions: Int[Array, "R/g N*2*m A"]
 
 
-def _tables(row: dict[str, Any]) -> dict[str, Any]:
+def _table_fields(row: dict[str, Any]) -> dict[str, Any]:
     """Tile lists and margins in a host's dictionary of rows, by field."""
     tables: dict[str, Any] = {name: RowTiles(**row[name]) for name in TILE_TABLES if name in row}
     if "margins" in row:
@@ -53,7 +53,7 @@ def _tables(row: dict[str, Any]) -> dict[str, Any]:
     return tables
 
 
-def _shardings(rows: Any, layout: Layout, *by_row: str) -> Any:
+def _row_shardings(rows: Any, layout: Layout, *by_row: str) -> Any:
     """Shardings of the arrays of rows: the fields `by_row` are split by rows alone, the others by
     slots, too."""
     by_slots = jax.tree.map(lambda _: layout.sharding(("batch", "sequence")), rows)
@@ -82,16 +82,16 @@ class EncoderRows(NamedTuple):
     @classmethod
     def of(cls, row: dict[str, Any]) -> EncoderRows:
         """Make rows from the host's dictionary."""
-        return cls(**row | _tables(row))
+        return cls(**row | _table_fields(row))
 
     def shardings(self, layout: Layout) -> EncoderRows:
         """Shardings of the arrays on the mesh."""
         if layout.span > 1:  # split by tokens, so that each rank holds its own
-            return _shardings(self, layout, "failed")
-        return _shardings(self, layout, "valid", "failed", "places", *self._by_row)
+            return _row_shardings(self, layout, "failed")
+        return _row_shardings(self, layout, "valid", "failed", "places", *self._fields_by_row)
 
     @property
-    def _by_row(self) -> tuple[str, ...]:
+    def _fields_by_row(self) -> tuple[str, ...]:
         return () if self.runs is None else ("runs",)
 
 
@@ -122,11 +122,11 @@ class LanguageRows(NamedTuple):
     @classmethod
     def of(cls, row: dict[str, Any]) -> LanguageRows:
         """Make rows from the host's dictionary."""
-        return cls(**row | _tables(row))
+        return cls(**row | _table_fields(row))
 
     def shardings(self, layout: Layout) -> LanguageRows:
         """Shardings of the arrays on the mesh."""
-        return _shardings(
+        return _row_shardings(
             self, layout, *(("sources",) if self.runs is None else ("sources", "runs"))
         )
 
@@ -161,7 +161,7 @@ class GeneratorRows(NamedTuple):
     @classmethod
     def of(cls, row: dict[str, Any]) -> GeneratorRows:
         """Make rows from the host's dictionary."""
-        return cls(**row | _tables(row))
+        return cls(**row | _table_fields(row))
 
     @property
     def seen_conditions(self) -> Int[Array, "R/g g*C"]:
@@ -178,7 +178,7 @@ class GeneratorRows(NamedTuple):
 
     def shardings(self, layout: Layout) -> GeneratorRows:
         """Shardings of the arrays on the mesh."""
-        return _shardings(self, layout, "noise", "times", "sources", "failed")
+        return _row_shardings(self, layout, "noise", "times", "sources", "failed")
 
 
 class TokenPool(NamedTuple):
@@ -213,14 +213,16 @@ def abstract_encoder_rows(
         valid=_shape((tokens,), np.bool_),
         failed=_shape(()),
         places=_shape((tokens,)),
-        tiles=_tiles(layout, slots // row_format.stride // block),
+        tiles=_abstract_tiles(layout, slots // row_format.stride // block),
         runs=None if runs is None else _shape((runs, 2)),
     )
     if windows:
         shapes = shapes._replace(windows=shapes.segments, window_tiles=shapes.tiles)
     if row_format.margin and layout.parts > 1:
-        shapes = shapes._replace(margins=_margins(slots // (block * row_format.stride), row_format))
-    return _of_microbatch(layout, shapes)
+        shapes = shapes._replace(
+            margins=_abstract_margins(slots // (block * row_format.stride), row_format)
+        )
+    return _abstract_rows(layout, shapes)
 
 
 def abstract_language_rows(
@@ -252,7 +254,7 @@ def abstract_language_rows(
         sources=_shape((max_segments,)),
         groups=slots,
         order=slots,
-        tiles=_tiles(layout, tokens // block),
+        tiles=_abstract_tiles(layout, tokens // block),
         arrived=slots if layout.span > 1 else None,
         states=slots if generates else None,
         leaving=slots if generates and layout.span > 1 else None,
@@ -260,7 +262,7 @@ def abstract_language_rows(
     )
     if windows:
         shapes = shapes._replace(window_tiles=shapes.tiles)
-    return _of_microbatch(layout, shapes)
+    return _abstract_rows(layout, shapes)
 
 
 def abstract_generator_rows(
@@ -294,7 +296,7 @@ def abstract_generator_rows(
         sources=_shape((max_segments,)),
         failed=_shape(()),
         order=slots,
-        tiles=_tiles(layout, row_slots // block),
+        tiles=_abstract_tiles(layout, row_slots // block),
         arrived=slots if layout.span > 1 else None,
         partners=slots if guided else None,
         readers=slots if crossed else None,
@@ -302,23 +304,23 @@ def abstract_generator_rows(
     )
     if crossed:
         shapes = shapes._replace(cross_tiles=shapes.tiles)
-    return _of_microbatch(layout, shapes)
+    return _abstract_rows(layout, shapes)
 
 
 def abstract_pool(layout: Layout, slots: int, width: int, dtype: DTypeLike) -> TokenPool:
     """Shapes, types and shardings of a pool of W slots on every rank of a layout."""
     shapes = TokenPool(tokens=_shape((slots, width), dtype), valid=_shape((slots,)))
-    return TokenPool(*(_stacked(layout.ranks, leaf, layout.rows) for leaf in shapes))
+    return TokenPool(*(_stacked_shape(layout.ranks, leaf, layout.rows) for leaf in shapes))
 
 
-def _tiles(layout: Layout, blocks: int) -> RowTiles:
+def _abstract_tiles(layout: Layout, blocks: int) -> RowTiles:
     parts = layout.parts
     part_blocks = blocks // layout.parts
     lists = _shape((parts, list_bound(part_blocks, blocks)))
     return RowTiles(_shape((parts, part_blocks, 3)), lists, _shape((parts, blocks, 3)), lists)
 
 
-def _margins(blocks: int, row_format: RowFormat) -> BlockMargins:
+def _abstract_margins(blocks: int, row_format: RowFormat) -> BlockMargins:
     slots = blocks * 2 * row_format.margin
     return BlockMargins(
         features=_shape((slots, row_format.features), row_format.dtype),
@@ -332,11 +334,13 @@ def _shape(shape: tuple[int, ...], dtype: DTypeLike = np.int32) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _of_microbatch(layout: Layout, rows: Any) -> Any:
+def _abstract_rows(layout: Layout, rows: Any) -> Any:
     return jax.tree.map(
-        lambda leaf, sharding: _stacked(layout.groups, leaf, sharding), rows, rows.shardings(layout)
+        lambda leaf, sharding: _stacked_shape(layout.groups, leaf, sharding),
+        rows,
+        rows.shardings(layout),
     )
 
 
-def _stacked(count: int, leaf: Any, sharding: NamedSharding) -> Any:
+def _stacked_shape(count: int, leaf: Any, sharding: NamedSharding) -> Any:
     return jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype, sharding=sharding)

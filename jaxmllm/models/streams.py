@@ -47,7 +47,7 @@ class ConditionSlots(NamedTuple):
         order = jnp.argsort(~is_condition, axis=1, stable=True).astype(jnp.int32)
         condition_counts = is_condition.sum(axis=1, dtype=jnp.int32)
         slot = jnp.arange(slots, dtype=jnp.int32)
-        # Places beyond the row differ, too: `_taken` and `_put` promise unique indices.
+        # Places beyond the row differ, too: `_take` and `_put` promise unique indices.
         indices = jnp.where(slot < condition_counts[:, None], order, slots + slot)
         longest = condition_counts.max()
         if axes := tuple(a for a in layout.mesh_axes("embed") if a in layout.manual_axes):
@@ -78,7 +78,7 @@ def in_streams(
       of_conditions: function of `given` and slots; nothing else that it reads may have a gradient.
     """
     sizes = tuple(shares(layout, where.places.shape[1]))
-    return _with_conditions(of_conditions, sizes, where, of_patches(*slots), (given, *slots))
+    return _put_conditions(of_conditions, sizes, where, of_patches(*slots), (given, *slots))
 
 
 def of_conditions_alone(
@@ -98,7 +98,7 @@ def of_conditions_alone(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _with_conditions(
+def _put_conditions(
     function: Callable[..., Any],
     sizes: tuple[int, ...],
     where: ConditionSlots,
@@ -114,7 +114,7 @@ def _with_conditions(
     def with_share(size: int) -> OfSlots:
         def run(whole: Any, arguments: tuple[Any, ...]) -> Any:
             places = where.places[:, :size]
-            outputs = _made(function, places, arguments)
+            outputs = _condition_outputs(function, places, arguments)
             return jax.tree.map(lambda out, values: _put(out, values, places), whole, outputs)
 
         return run
@@ -122,10 +122,12 @@ def _with_conditions(
     return jax.lax.switch(where.share, [with_share(size) for size in sizes], whole, arguments)
 
 
-def _made(function: Callable[..., Any], places: Array, arguments: tuple[Any, ...]) -> Any:
+def _condition_outputs(
+    function: Callable[..., Any], places: Array, arguments: tuple[Any, ...]
+) -> Any:
     """Outputs of the function for the slots in these places: [R, M, ...]."""
     given, *slots = arguments
-    return function(given, *(_taken(values, places) for values in slots))
+    return function(given, *(_take(values, places) for values in slots))
 
 
 def _conditions_forward(
@@ -134,7 +136,7 @@ def _conditions_forward(
     where, whole, arguments = jax.tree.map(lambda primal: primal.value, primals)
     # Residuals must be trees of arrays, so () stands for True and None for False.
     asked = [() if primal.perturbed else None for primal in jax.tree.leaves(primals[2])]
-    return _with_conditions(function, sizes, where, whole, arguments), (where, arguments, asked)
+    return _put_conditions(function, sizes, where, whole, arguments), (where, arguments, asked)
 
 
 def _conditions_backward(
@@ -150,10 +152,12 @@ def _conditions_backward(
 
             def made(*values: Array) -> Any:
                 all_leaves = dict(enumerate(leaves)) | dict(zip(learned, values, strict=True))
-                return _made(function, places, jax.tree.unflatten(tree, all_leaves.values()))
+                return _condition_outputs(
+                    function, places, jax.tree.unflatten(tree, all_leaves.values())
+                )
 
             _, pull_back = jax.vjp(made, *(leaves[n] for n in learned))
-            return list(pull_back(jax.tree.map(lambda d: _taken(d, places), d_out)))
+            return list(pull_back(jax.tree.map(lambda d: _take(d, places), d_out)))
 
         return run
 
@@ -164,11 +168,11 @@ def _conditions_backward(
     return None, d_whole, jax.tree.unflatten(tree, d_leaves.values())
 
 
-_with_conditions.defvjp(_conditions_forward, _conditions_backward, symbolic_zeros=True)
+_put_conditions.defvjp(_conditions_forward, _conditions_backward, symbolic_zeros=True)
 
 
 @jax.vmap
-def _taken(values: Array, places: Array) -> Array:
+def _take(values: Array, places: Array) -> Array:
     """Values [C, ...] at the places [M]: [M, ...]; zeros for places beyond the row."""
     return values.at[places].get(mode="fill", fill_value=0, unique_indices=True)
 

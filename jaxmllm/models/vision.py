@@ -68,16 +68,18 @@ class VisionTower(nnx.Module):
 
     def embed(self, rows: EncoderRows, layout: Layout, dtype: jnp.dtype) -> Float[Array, "R C D"]:
         """Input of the first layer: embedded patches, plus learned positions if there are any."""
-        x = times_matrix(1, self._normalised(rows.features, dtype), self._patch(layout, dtype))
+        x = times_matrix(
+            1, self._normalised(rows.features, dtype), self._patch_matrix(layout, dtype)
+        )
         if self.patch_bias is not None:
             x = biased(x, self.patch_bias, layout)
         if self.config.class_token:
-            x = self._with_class(x, rows.positions, layout)
+            x = self._insert_class_token(x, rows.positions, layout)
         if self.config.position_grid is not None:
             x = x + self._learned(rows.positions, layout, dtype)
         return layout.constrain(x, ("batch", "sequence", None))
 
-    def _patch(self, layout: Layout, dtype: jnp.dtype) -> Float[Array, "F D"]:
+    def _patch_matrix(self, layout: Layout, dtype: jnp.dtype) -> Float[Array, "F D"]:
         """The matrix that embeds patches of rows. Where rows hold one frame for all frames of a
         patch, it is the sum of the frames' weights, added in at least float32."""
         patch = weight(self.patch, layout, dtype)
@@ -111,7 +113,7 @@ class VisionTower(nnx.Module):
         if self.config.class_token:  # its position comes first in the table
             side = self.config.position_grid or 0
             patch = 1 + positions[..., 0] * side + positions[..., 1]
-            return table[0, jnp.where(self._is_class(positions), 0, patch)]
+            return table[0, jnp.where(self._is_class_token(positions), 0, patch)]
         side, _, width = table.shape
         if self.config.positions == "table":
             return table[positions[..., 0], positions[..., 1]]
@@ -125,15 +127,15 @@ class VisionTower(nnx.Module):
         )
         return grid_weights.astype(dtype) @ table.reshape(side**2, width)
 
-    def _is_class(self, positions: Int[Array, "R C A"]) -> Bool[Array, "R C"]:
+    def _is_class_token(self, positions: Int[Array, "R C A"]) -> Bool[Array, "R C"]:
         """Whether a slot holds the class token, whose row is the one after that of all patches."""
         return jnp.equal(positions[..., 0], self.config.position_grid or 0)
 
-    def _with_class(
+    def _insert_class_token(
         self, x: Float[Array, "R C D"], positions: Int[Array, "R C A"], layout: Layout
     ) -> Float[Array, "R C D"]:
         """Embedded patches, and the class token in its slots."""
-        slots = self._is_class(positions)[..., None].astype(x.dtype)
+        slots = self._is_class_token(positions)[..., None].astype(x.dtype)
         # The token enters by a product, whose gradient is added in float32.
         return x * (1 - slots) + slots @ weight(self.class_token, layout, x.dtype)[0]
 
