@@ -40,7 +40,7 @@ def check_data(
     problem = None
     if is_main:
         try:
-            _compare(run_directory, corpus, say)
+            _check_unchanged(run_directory, corpus, say)
         except CheckpointError as error:
             problem = str(error)
     if problem := agreed_problem(problem):
@@ -55,7 +55,7 @@ def write_data(run_directory: Path, corpus: Corpus) -> None:
         "rejected": corpus.rejected_counts(),
     }
     stamps = stamps_of(corpus)
-    _, saved = _read(run_directory)
+    _, saved = _read_stamps(run_directory)
     if saved.keys() != stamps.keys() or not all(
         np.array_equal(saved[name], stamps[name]) for name in stamps
     ):
@@ -81,15 +81,15 @@ def stamps_of(corpus: Corpus) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for index_number, index in enumerate(corpus.indexes):
         arrays[f"{index_number}/checksum"] = index.checksum.astype(np.uint32)
-        arrays[f"{index_number}/media"] = _encoded(index.media.address)
+        arrays[f"{index_number}/media"] = _encode_addresses(index.media.address)
         arrays[f"{index_number}/stamp"] = index.media.stamp
     return arrays
 
 
-def _compare(run_directory: Path, corpus: Corpus, say: Callable[[str], None]) -> None:
+def _check_unchanged(run_directory: Path, corpus: Corpus, say: Callable[[str], None]) -> None:
     """Raise `CheckpointError` if the corpus is not that of the run in a folder; warn of media files
     of which only the modification time differs."""
-    saved, stamps = _read(run_directory)
+    saved, stamps = _read_stamps(run_directory)
     if saved is None:
         return
     advice = (
@@ -131,7 +131,9 @@ def _common_media(
 ) -> tuple[Sequence[str], np.ndarray, np.ndarray]:
     """(addresses, stamps now, stamps before) of a source's media files that the run already had."""
     names = index.media.address
-    if np.array_equal(media, _encoded(names)):  # a shortcut: one by one, millions take seconds
+    if np.array_equal(
+        media, _encode_addresses(names)
+    ):  # a shortcut: one by one, millions take seconds
         return names, index.media.stamp, stamp
     saved_positions = {address: n for n, address in enumerate(json.loads(media.tobytes()))}
     common = [n for n, address in enumerate(names) if address in saved_positions]
@@ -139,7 +141,7 @@ def _common_media(
     return [names[n] for n in common], index.media.stamp[common], stamp[before]
 
 
-def _encoded(addresses: Sequence[str]) -> np.ndarray:
+def _encode_addresses(addresses: Sequence[str]) -> np.ndarray:
     return np.frombuffer(json.dumps(addresses).encode(), np.uint8)
 
 
@@ -159,7 +161,7 @@ def _changed_record(index: LengthIndex, before: np.ndarray) -> str | None:
     return None
 
 
-def _read(run_directory: Path) -> tuple[dict[str, Any] | None, Stamps]:
+def _read_stamps(run_directory: Path) -> tuple[dict[str, Any] | None, Stamps]:
     """(data.json, stamps) of the run in a folder: None if no run began there, no stamps if an older
     version began it."""
     path = run_directory / DATA_FILE
@@ -169,7 +171,7 @@ def _read(run_directory: Path) -> tuple[dict[str, Any] | None, Stamps]:
     except FileNotFoundError:
         return None, {}
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _damaged(path, error) from error
+        raise _damaged_error(path, error) from error
     path = run_directory / STAMPS_FILE
     try:
         with np.load(path, allow_pickle=False) as arrays:
@@ -177,10 +179,10 @@ def _read(run_directory: Path) -> tuple[dict[str, Any] | None, Stamps]:
     except FileNotFoundError:
         return saved, {}
     except Exception as error:  # a damaged file can fail anywhere in zip and npy
-        raise _damaged(path, error) from error
+        raise _damaged_error(path, error) from error
 
 
-def _damaged(path: Path, error: Exception) -> CheckpointError:
+def _damaged_error(path: Path, error: Exception) -> CheckpointError:
     reason = " ".join(str(error).split()) or type(error).__name__
     return CheckpointError(
         f"{path} is damaged ({reason}): restore it, or delete it to continue without comparing the data with that of "

@@ -96,10 +96,10 @@ def evaluate(
         "masked_examples": sum(masked.values()),
         "masked_by_source": {source: examples for source, examples in masked.items() if examples},
         "failed_media": int(failed),
-    } | ({} if total.drawn is None else _drawn(total.drawn, sources, patches))
+    } | ({} if total.drawn is None else _generator_results(total.drawn, sources, patches))
 
 
-def _drawn(sums: FlowSums, sources: Sequence[str], planned: int) -> dict[str, Any]:
+def _generator_results(sums: FlowSums, sources: Sequence[str], planned: int) -> dict[str, Any]:
     """Results of generators, from their sums over all ranks; `planned` patches were to be drawn."""
     by_source = _means(sources, sums.loss, sums.patches)
     return {
@@ -118,7 +118,7 @@ def _means(names: Sequence[str], sums: Any, counts: Any) -> dict[str, float]:
 
 def evaluation_record(results: dict[str, Any]) -> dict[str, Any]:
     """The values that a record has for these results, by name."""
-    return {f"eval/{name}": value for name, value in _flat(results).items()}
+    return {f"eval/{name}": value for name, value in _flatten(results).items()}
 
 
 def recorded_evaluation(record: dict[str, Any]) -> dict[str, Any]:
@@ -150,10 +150,12 @@ def evaluation_text(evaluation: dict[str, Any]) -> str:
     return f"loss {loss}{of_patches}  exact match: {matches or 'none'}{left_out}{averaged}"
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         flat |= (
-            _flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {prefix + name: value}
+            _flatten(value, f"{prefix}{name}/")
+            if isinstance(value, dict)
+            else {prefix + name: value}
         )
     return flat

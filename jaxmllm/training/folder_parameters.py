@@ -35,7 +35,7 @@ def read_folder(
         leaves = dict(leaves_by_path(abstract))
         folder = ModelFolder.open(source, component)
         fit = folder.check({path: leaf.shape for path, leaf in leaves.items()})
-        arrays = {path: _array(fit, path, leaf) for path, leaf in leaves.items()}
+        arrays = {path: _read_parameter(fit, path, leaf) for path, leaf in leaves.items()}
     except FolderError as error:
         problem = str(error)
     if problem := agreed_problem(problem):
@@ -45,7 +45,7 @@ def read_folder(
     return tree
 
 
-def _array(fit: Fit, path: str, leaf: Any) -> jax.Array:
+def _read_parameter(fit: Fit, path: str, leaf: Any) -> jax.Array:
     """One parameter, slice by slice."""
     # The devices of this process that hold each slice, by its (start, stop) in every dimension
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}

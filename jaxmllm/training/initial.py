@@ -62,7 +62,7 @@ def _read_sources(
     parameters = {}
     for name, folder in towers.items():
         parameters[name] = read_folder(folder, abstract[name], name)
-        say(f"{_key(name, model)}: {name} from {folder}")
+        say(f"{_source_key(name, model)}: {name} from {folder}")
     if model.from_ is not None:
         parameters |= read_parameters(model.from_, abstract, say, towers)
     return parameters
@@ -77,7 +77,7 @@ def _warn_of_frozen(config: Config, drawn: Set[str], say: Callable[[str], None])
         )
 
 
-def _key(name: str, model: ModelConfig) -> str:
+def _source_key(name: str, model: ModelConfig) -> str:
     """The config key that says where a component is read from."""
     if name.startswith(PROJECTOR):
         return f"model.{model.generators[0]}.projector"
@@ -129,22 +129,23 @@ def read_parameters(
     abstract = {name: component for name, component in abstract.items() if name not in elsewhere}
     if is_model_folder(source):
         parameters = {
-            name: read_folder(source, abstract[name], name) for name in _held(source, abstract)
+            name: read_folder(source, abstract[name], name)
+            for name in _held_components(source, abstract)
         }
-        _say_taken(source, parameters.keys(), abstract.keys(), say)
+        _say_origins(source, parameters.keys(), abstract.keys(), say)
         return parameters
     problems = []
-    for location in _agreed(source_checkpoints(source)):
+    for location in _agreed_locations(source_checkpoints(source)):
         try:
             check_files(location)
-            return _read(location, abstract, say, elsewhere)
+            return _read_checkpoint(location, abstract, say, elsewhere)
         except DamagedError as error:
             problems.append(str(error))
             say(f"model.from: {error}; trying the one before")
     raise CheckpointError(f"model.from: no checkpoint of {source} is usable: {problems[0]}")
 
 
-def _held(source: str, components: Collection[str]) -> list[str]:
+def _held_components(source: str, components: Collection[str]) -> list[str]:
     """The wanted components that a published folder has; a projector only with its tower."""
     held = components_of(FolderConfig.read(Path(source)))
     return [
@@ -152,7 +153,7 @@ def _held(source: str, components: Collection[str]) -> list[str]:
     ]
 
 
-def _read(
+def _read_checkpoint(
     location: Path,
     abstract: Mapping[str, Any],
     say: Callable[[str], None],
@@ -179,14 +180,14 @@ def _read(
             f"model.from: {len(unequal)} arrays of {location} do not fit this model:\n{listed(unequal)}\n"
             "Give the model section the shapes (and run.param_dtype) of that run, or leave model.from out."
         )
-    _say_taken(location, saved_components, abstract.keys(), say)
+    _say_origins(location, saved_components, abstract.keys(), say)
     if extra := sorted(saved_components - abstract.keys()):
         say(f"model.from: {', '.join(extra)} of {location} not in this model: left out")
     parameters: dict[str, Any] = read_arrays(location, {"params": common_specs})["params"]
     return parameters
 
 
-def _say_taken(
+def _say_origins(
     source: str | Path, held: Set[str], components: Set[str], say: Callable[[str], None]
 ) -> None:
     say(f"model.from: {', '.join(sorted(held & components))} from {source}")
@@ -194,7 +195,7 @@ def _say_taken(
         say(f"model.from: {', '.join(missing)} not in {source}: initialized at random")
 
 
-def _agreed(locations: list[Path]) -> list[Path]:
+def _agreed_locations(locations: list[Path]) -> list[Path]:
     """The locations that the main process sees: on a network file system, others may see fewer."""
     # A checkpoint that was given by its own path, and whose name is not a step
     if len(locations) == 1 and not locations[0].name.isdecimal():

@@ -126,7 +126,7 @@ class Loop:
                 asked = time.monotonic()
                 batch = self._next_batch()
                 self._start_step(batch, waited=time.monotonic() - asked)
-                self.stopped = not self._after_step()
+                self.stopped = not self._save_and_evaluate()
         except Interrupted:  # by a signal, while waiting for data
             self.stopped = True
             self.report.settle()
@@ -172,7 +172,7 @@ class Loop:
             StartedStep(self.step, batch, metrics, waited, began, self.completions.of(metrics))
         )
 
-    def _after_step(self) -> bool:
+    def _save_and_evaluate(self) -> bool:
         """Save and evaluate where that is due; returns whether the run continues."""
         stopped = self.stop.should_stop()
         is_last = stopped or self.step == self.run.config.run.steps

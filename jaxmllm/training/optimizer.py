@@ -26,7 +26,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     rate is applied."""
     return optax.chain(
         optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
-        optax.add_decayed_weights(config.weight_decay, mask=_decayed),
+        optax.add_decayed_weights(config.weight_decay, mask=_decay_mask),
     )
 
 
@@ -76,5 +76,5 @@ def clip_scale(norm: Float[Array, ""], limit: float | None) -> Float[Array, ""]:
     return jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
 
 
-def _decayed(params: Any) -> Any:
+def _decay_mask(params: Any) -> Any:
     return jax.tree.map_with_path(lambda path, _: not str(path[-1].key).endswith(UNDECAYED), params)

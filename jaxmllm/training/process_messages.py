@@ -46,8 +46,8 @@ class Messages:
         self._board = board
         self._process = process
         self._prefix = f"jaxmllm/messages/{next(_serial)}"
-        self._sent = 0
-        self._own: list[Message] = []
+        self._sent_count = 0
+        self._own_messages: list[Message] = []
 
     def tell(self, step: int, lines: Sequence[str]) -> None:
         """Send lines to the main process. If the coordinator is gone, print them to stderr and
@@ -56,11 +56,11 @@ class Messages:
             return
         lines = bounded(lines)
         if self._board is None or self._process == 0:
-            self._own += [Message(step, self._process, line) for line in lines]
+            self._own_messages += [Message(step, self._process, line) for line in lines]
             return
         # Padded with zeros, so that keys sort by process and then in the order of sending.
-        key = f"{self._prefix}/{self._process:08d}/{self._sent:08d}"
-        self._sent += 1
+        key = f"{self._prefix}/{self._process:08d}/{self._sent_count:08d}"
+        self._sent_count += 1
         try:
             self._board.key_value_set(key, json.dumps([step, lines]))
         except HostsError:
@@ -73,8 +73,8 @@ class Messages:
 
         A message that was told before a step's programs were started arrives before the step ends.
         """
-        messages = self._own
-        self._own = []
+        messages = self._own_messages
+        self._own_messages = []
         entries: list[tuple[str, str]] = []
         if self._board is not None and self._process == 0:
             entries = sorted(self._board.key_value_dir_get(f"{self._prefix}/"))

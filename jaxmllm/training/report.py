@@ -167,7 +167,7 @@ class RunReport:
         source_of = run.held_out.source_of
         with closing(self.loader.read(run.evaluation, 0, len(run.evaluation))) as loaded:
             params = run.programs.averaged(state)
-            batches = loaded if self._recent else _once_all_have_one(loaded)
+            batches = loaded if self._recent else _meet_at_first_batch(loaded)
             results = evaluate(
                 run.programs, params, batches, run.sources, source_of, should_stop, tell
             )
@@ -182,7 +182,7 @@ class RunReport:
             self.messages.await_publication()
             raise TrainingError(
                 f"step {step}: {results['failed_media']} media items of the evaluation could not be decoded, and "
-                f"{results['masked_examples']} examples were left out; {_limit_of_failures(run)}"
+                f"{results['masked_examples']} examples were left out; {_failure_limit_text(run)}"
             )
         self.evaluation = {"step": step} | results
         self._kept_summary = None
@@ -313,7 +313,7 @@ class RunReport:
             self.messages.await_publication()
             raise TrainingError(
                 f"step {step}: {values['failed_media']} media items could not be decoded so far; "
-                f"{_limit_of_failures(self.run)}"
+                f"{_failure_limit_text(self.run)}"
             )
 
 
@@ -322,7 +322,7 @@ def due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _once_all_have_one(batches: Iterator[HostStep]) -> Iterator[HostStep]:
+def _meet_at_first_batch(batches: Iterator[HostStep]) -> Iterator[HostStep]:
     """The batches of an evaluation before the first step. Processes meet once all have the first
     batch, because the first collective would not wait for a slow reader."""
     for batch_number, batch in enumerate(batches):
@@ -331,7 +331,7 @@ def _once_all_have_one(batches: Iterator[HostStep]) -> Iterator[HostStep]:
         yield batch
 
 
-def _limit_of_failures(run: Run) -> str:
+def _failure_limit_text(run: Run) -> str:
     return (
         f"data.max_failed_media = {run.config.data.max_failed_media} allows no more. The log and {METRICS_FILE} of "
         f"{run.directory} name them: fix or remove them, or raise the limit"

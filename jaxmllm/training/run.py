@@ -64,7 +64,7 @@ class Run:
         )
         lines = [f"data: {len(self.corpus)} examples; rejected: {rejected}"]
         for name, phase in self.programs.spec.phases.items():
-            rows = " and ".join(map(_in_words, phase.classes))
+            rows = " and ".join(map(_row_class_text, phase.classes))
             parts = self.programs.layouts[name].parts
             ranks = f"{phase.ranks} ranks" + (f" of {parts} parts" if parts > 1 else "")
             model = self.programs.functions.model
@@ -101,6 +101,6 @@ class Run:
         return "\n".join(lines)
 
 
-def _in_words(row_class: RowClass) -> str:
+def _row_class_text(row_class: RowClass) -> str:
     capacity, span = row_class
     return str(capacity) if span == 1 else f"{span} x {capacity}"

@@ -116,10 +116,10 @@ def open_folder(config: Config, resume: bool | str) -> Iterator[Config]:
         if problem := agreed_problem(problem):
             raise CheckpointError(problem)
         token = hosts.tell_all(token)[0]
-        if problem := agreed_problem(_not_shared(Path(config.run.directory), token)):
+        if problem := agreed_problem(_sharing_problem(Path(config.run.directory), token)):
             raise CheckpointError(problem)
         try:
-            with _refusals_kept(Path(config.run.directory)):
+            with _refusals_saved(Path(config.run.directory)):
                 yield checked
         except OSError as error:
             if error.errno not in NO_ROOM:
@@ -132,7 +132,7 @@ def open_folder(config: Config, resume: bool | str) -> Iterator[Config]:
 
 
 @contextmanager
-def _refusals_kept(run_directory: Path) -> Iterator[None]:
+def _refusals_saved(run_directory: Path) -> Iterator[None]:
     try:
         yield
     except RejectedError as error:
@@ -142,7 +142,7 @@ def _refusals_kept(run_directory: Path) -> Iterator[None]:
         raise DataError(f"{error}\nAll refusals are in {path}.") from error
 
 
-def _not_shared(folder: Path, token: str) -> str | None:
+def _sharing_problem(folder: Path, token: str) -> str | None:
     """The problem if this process does not see the lock that the main one holds: every process
     writes its part of a checkpoint, and parts in another folder would be lost."""
     if shows_lock(folder, token):

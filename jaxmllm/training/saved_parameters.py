@@ -36,14 +36,14 @@ def saved_parameters(
     problem = ""
     for step in reversed(steps):
         try:
-            return _read(folder / str(step), abstract, say), step
+            return _read_checkpoint(folder / str(step), abstract, say), step
         except DamagedError as error:
             problem = problem or str(error)
             say(f"{error}; trying the one before")
     raise CheckpointError(f"no checkpoint of {run} is usable: {problem}")
 
 
-def _read(location: Path, abstract: Params, say: Callable[[str], None]) -> Params:
+def _read_checkpoint(location: Path, abstract: Params, say: Callable[[str], None]) -> Params:
     check_files(location)
     paths = [path[1:] for path in saved_specs(location) if path[0] == "averages"]
     averaged = Trainable(frozenset(".".join(path) for path in paths), {})

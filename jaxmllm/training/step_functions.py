@@ -216,7 +216,7 @@ class StepFunctions:
     ) -> tuple[Float[Array, "R T D"], tuple[Array, ...]]:
         """Tokens of rows, and one device's residuals [1, ...] for `encode_grad` to start from."""
         parted = Parted(*self.split(params, phase))
-        tokens, residuals = self._kept_forward(phase, parted, rows).forward(parted, rows)
+        tokens, residuals = self._kept_encoder(phase, parted, rows).forward(parted, rows)
         return tokens, tuple(leaf[None] for leaf in residuals)
 
     def encode_grad(
@@ -233,11 +233,11 @@ class StepFunctions:
         parted = Parted(*self.split(params, phase, grads))
         backward: Callable[[Array], Params]
         if isinstance(start, KeptResiduals):
-            kept_forward = self._kept_forward(phase, parted, start.rows)
+            kept_encoder = self._kept_encoder(phase, parted, start.rows)
             residuals = tuple(leaf[0] for leaf in start.residuals)
             # Abstract, only its shape is used: nothing runs forward here.
-            tokens = kept_forward.y
-            backward = partial(kept_forward.backward, parted, start.rows, residuals)
+            tokens = kept_encoder.y
+            backward = partial(kept_encoder.backward, parted, start.rows, residuals)
         else:
             tokens, vjp = jax.vjp(
                 lambda trained: self.tokens(phase, join(trained, parted.frozen), start),
@@ -247,7 +247,7 @@ class StepFunctions:
         d_tokens = jax.lax.dynamic_slice_in_dim(d_pool, pool_offset, tokens.shape[1], axis=1)
         return accumulated(grads, backward(d_tokens.astype(tokens.dtype)))
 
-    def _kept_forward(self, phase: str, parted: Parted, rows: EncoderRows) -> KeptForward:
+    def _kept_encoder(self, phase: str, parted: Parted, rows: EncoderRows) -> KeptForward:
         return KeptForward(
             lambda parted, rows: self.tokens(phase, join(*parted), rows), parted, rows
         )
@@ -305,10 +305,10 @@ class StepFunctions:
             gradient flows back from generators.
         """
         rows = start.rows if isinstance(start, KeptResiduals) else start
-        media, valid = self._arrived(rows, pool)
+        media, valid = self._take_media(rows, pool)
         trained, frozen = self.split(params, LANGUAGE, grads)
         # Media tokens are passed with the parameters, because both may need gradients.
-        decoded = self._decoded_from(start, Parted((trained, media), frozen))
+        decoded = self._decoder_of_trained(start, Parted((trained, media), frozen))
         layout = self.model.layout(LANGUAGE)
         d_hidden = None if d_states is None else states_slots(rows).take(layout, d_states)
 
@@ -351,7 +351,7 @@ class StepFunctions:
 
     def evaluate(self, params: Params, rows: LanguageRows, pool: TokenPool, sums: Sums) -> Sums:
         """Add one microbatch's sums, without gradients."""
-        _, row_sums = self.language_loss(params, rows, *self._arrived(rows, pool))
+        _, row_sums = self.language_loss(params, rows, *self._take_media(rows, pool))
         return self.added(LANGUAGE, sums, row_sums)
 
     def language_states(
@@ -362,7 +362,7 @@ class StepFunctions:
         The second result is what `language_loss_and_grad` can start from: a tree of one device's
         arrays [1, ...], or None unless `keeps`.
         """
-        media, valid = self._arrived(rows, pool)
+        media, valid = self._take_media(rows, pool)
         kept = None
         if keeps:
             trained, frozen = self.split(params, LANGUAGE)
@@ -387,7 +387,7 @@ class StepFunctions:
     def _kept_decoder(self, parted: Parted, rows: LanguageRows) -> KeptForward:
         return KeptForward(self._decoded, parted, rows)
 
-    def _decoded_from(self, start: LanguageStart, parted: Parted) -> Callable[[Any], Decoded]:
+    def _decoder_of_trained(self, start: LanguageStart, parted: Parted) -> Callable[[Any], Decoded]:
         """`_decoded` as a function of `parted.trained`, to be differentiated."""
         if not isinstance(start, KeptResiduals):
             return lambda trained: self._decoded(parted._replace(trained=trained), start)
@@ -401,7 +401,7 @@ class StepFunctions:
         layout = self.model.layout(LANGUAGE)
         return failed_examples(layout, missing, rows.segments, rows.sources.shape[1])
 
-    def _arrived(self, rows: LanguageRows, pool: TokenPool) -> tuple[Array, Array]:
+    def _take_media(self, rows: LanguageRows, pool: TokenPool) -> tuple[Array, Array]:
         """The rows' media tokens, and which of them could be computed: [R / g, g * C, ...]."""
         media, valid = media_slots(rows).take(self.model.layout(LANGUAGE), pool)
         return media, valid
@@ -462,7 +462,9 @@ class StepFunctions:
         trained, frozen = self.model.trainable.split(state.params)
         # One factor for rescaling and clipping, so that gradients are not written in between
         scale = rescale * clip_scale(norm, self.optimizer.clip_norm)
-        trained, optimizer = self._moved(trained, state.optimizer, grads, scale, rate, usable)
+        trained, optimizer = self._apply_update(
+            trained, state.optimizer, grads, scale, rate, usable
+        )
         averages = state.averages
         if averages is not None:
             averages = moved_averages(averages, trained, self.model.ema, state.step, usable)
@@ -492,7 +494,7 @@ class StepFunctions:
         }
         return new, metrics | routing_metrics | drawn_metrics
 
-    def _moved(
+    def _apply_update(
         self,
         trained: Params,
         optimizer: Any,

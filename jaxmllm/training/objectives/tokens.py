@@ -68,7 +68,7 @@ def token_losses(
     """
     tokens = targets.size // math.prod(map(layout.size, SLOTS))
     stays = isinstance(head.matrix, Deferred)
-    loss = _Loss(head.axes, chunk_size(tokens, largest), layout, stays)
+    loss = _DeviceLoss(head.axes, chunk_size(tokens, largest), layout, stays)
     total, losses, hits = _objective(loss, hidden, head.matrix, targets)
     return TokenLosses(total, jax.lax.stop_gradient(losses), hits)
 
@@ -82,13 +82,15 @@ def chunk_size(tokens: int, largest: int) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _objective(loss: _Loss, hidden: Array, matrix: Parameter, targets: Array) -> tuple[Array, ...]:
+def _objective(
+    loss: _DeviceLoss, hidden: Array, matrix: Parameter, targets: Array
+) -> tuple[Array, ...]:
     shard = matrix.shard if isinstance(matrix, Deferred) else matrix
     losses, hits = loss(hidden, shard, targets)
     return losses.sum(), losses, hits
 
 
-def _forward_rule(loss: _Loss, hidden: Any, matrix: Any, targets: Any) -> tuple[Any, Any]:
+def _forward_rule(loss: _DeviceLoss, hidden: Any, matrix: Any, targets: Any) -> tuple[Any, Any]:
     """The losses; kept for the backward pass are the wanted gradients of their sum, with respect to
     hidden states and head."""
     shard, head = (matrix.shard, matrix.stand_in) if loss.stays else (matrix, matrix)
@@ -106,7 +108,9 @@ def _forward_rule(loss: _Loss, hidden: Any, matrix: Any, targets: Any) -> tuple[
     return (losses.sum(), losses, hits), saved
 
 
-def _backward_rule(loss: _Loss, saved: tuple[Any, Any], cotangents: Any) -> tuple[Any, Any, None]:
+def _backward_rule(
+    loss: _DeviceLoss, saved: tuple[Any, Any], cotangents: Any
+) -> tuple[Any, Any, None]:
     d_total = cotangents[0]
     d_hidden, d_matrix = (
         None if gradient is None else (gradient * d_total).astype(gradient.dtype)
@@ -119,7 +123,7 @@ _objective.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 @dataclass(frozen=True)
-class _Loss:
+class _DeviceLoss:
     """The computation of one device, on its slots and its part of the vocabulary."""
 
     axes: Axes  # of the head's matrix
@@ -154,10 +158,10 @@ class _Loss:
         if self.layout.split_axes("vocab"):
             # Devices that communicate inside the loop must run it equally often
             targets_on_device = jax.lax.pmax(
-                targets_on_device, self.layout.split_axes("vocab") + self._ranks
+                targets_on_device, self.layout.split_axes("vocab") + self._slot_axes
             )
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        table = self._gathered(matrix.astype(x.dtype))
+        table = self._gather_width(matrix.astype(x.dtype))
         # In the order of `results` in `__call__`, in which they are returned.
         begin = {
             "losses": jnp.zeros(slots.shape, wide),
@@ -182,14 +186,14 @@ class _Loss:
             losses, hits, d_logits = self._cross_entropy(chunk_x, table, chunk_target)
             new = {"losses": losses, "hits": hits}
             if wants_hidden:
-                d_x = jnp.einsum(f"kv,{self._letters}->kd", d_logits, table)
+                d_x = jnp.einsum(f"kv,{self._matrix_letters}->kd", d_logits, table)
                 new["d_hidden"] = jax.lax.psum(d_x, self.layout.split_axes("vocab"))
             written = {
                 name: jax.lax.dynamic_update_slice_in_dim(done[name], values, start, axis=0)
                 for name, values in new.items()
             }
             if wants_head:
-                product = f"kd,kv->{self._letters}"
+                product = f"kd,kv->{self._matrix_letters}"
                 written["d_head"] = done["d_head"] + jnp.einsum(
                     product, chunk_x, d_logits, preferred_element_type=done["d_head"].dtype
                 )
@@ -209,7 +213,7 @@ class _Loss:
             if not self.stays:
                 if self.layout.narrow_gradients:
                     d_head = d_head.astype(table.dtype)
-                d_head = self._scattered(d_head).astype(matrix.dtype)
+                d_head = self._reduce_scatter(d_head).astype(matrix.dtype)
             results["d_head"] = d_head
         return tuple(results[name] for name in begin)
 
@@ -220,7 +224,7 @@ class _Loss:
         in the type of x."""
         split = self.layout.split_axes("vocab")
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        logits = jnp.einsum(f"kd,{self._letters}->kv", x, table, preferred_element_type=wide)
+        logits = jnp.einsum(f"kd,{self._matrix_letters}->kv", x, table, preferred_element_type=wide)
         largest = logits.max(axis=-1)
         largest = jax.lax.pmax(largest, split) if split else largest
         first_token = jax.lax.axis_index(split) * logits.shape[1] if split else 0
@@ -240,29 +244,29 @@ class _Loss:
     # ------------------------------------------------------------------ the head's matrix
 
     @property
-    def _letters(self) -> str:
+    def _matrix_letters(self) -> str:
         """Letters of the matrix's axes in einsum: d width, v vocabulary."""
         return "".join("v" if name == "vocab" else "d" for name in self.axes)
 
     @property
-    def _width(self) -> int:
-        return self._letters.index("d")
+    def _width_axis(self) -> int:
+        return self._matrix_letters.index("d")
 
     @property
-    def _ranks(self) -> tuple[str, ...]:
+    def _slot_axes(self) -> tuple[str, ...]:
         """Mesh axes that split slots, except manual axes, along which replicas keep their own
         counts and sums."""
         manual = self.layout.manual_axes
         return tuple(axis for axis in self.layout.split_axes(*SLOTS) if axis not in manual)
 
-    def _gathered(self, matrix: Array) -> Array:
+    def _gather_width(self, matrix: Array) -> Array:
         """The matrix along its whole width."""
         axes = self.layout.split_axes("embed")
         if not axes:
             return matrix
-        return jax.lax.all_gather(matrix, axes, axis=self._width, tiled=True)
+        return jax.lax.all_gather(matrix, axes, axis=self._width_axis, tiled=True)
 
-    def _scattered(self, d_head: Array) -> Array:
+    def _reduce_scatter(self, d_head: Array) -> Array:
         """This device's part of the gradient, summed over all ranks; or over the ranks of a
         replica, where replicas are added once per step (`sharding.parameters.by_replica`)."""
         holders = self.layout.split_axes("embed")
@@ -271,9 +275,9 @@ class _Loss:
             d_head = jnp.where(jax.lax.axis_index(copies) == 0, d_head, 0)
         if holders:
             d_head = jax.lax.psum_scatter(
-                d_head, holders, scatter_dimension=self._width, tiled=True
+                d_head, holders, scatter_dimension=self._width_axis, tiled=True
             )
-        return jax.lax.psum(d_head, tuple(axis for axis in self._ranks if axis not in holders))
+        return jax.lax.psum(d_head, tuple(axis for axis in self._slot_axes if axis not in holders))
 
 
 def slots_with_target(

@@ -256,11 +256,13 @@ class Programs(abc.ABC):
     def _planned_targets(self, batch: Any) -> np.ndarray:
         return np.asarray(batch.host.targets, self._real_dtype)
 
-    def _scale(self, weight: float, planned: int) -> np.ndarray:
+    def _loss_scale(self, weight: float, planned: int) -> np.ndarray:
         """Factor of a sum of losses whose mean over `planned` targets or patches has `weight`."""
         return np.asarray(weight, self._real_dtype) / np.asarray(max(planned, 1), self._real_dtype)
 
-    def _routing(self, statistics: Mapping[str, float], counts: Any = None) -> Routing | None:
+    def _routing_inputs(
+        self, statistics: Mapping[str, float], counts: Any = None
+    ) -> Routing | None:
         """Inputs of the router losses, given a step's plan statistics; None without experts."""
         shape = self.functions.routing_shape
         if shape is None:
@@ -298,19 +300,20 @@ class Programs(abc.ABC):
         """Jobs of all kinds of programs: zeroed sums, their totals, the update by `gradients`, and
         the cast of averages to parameters."""
         sums = self._abstract_sums()
-        failed = self._scalar(np.int32)
-        arguments = (self.state, gradients, sums, self._scalar(), failed)
+        failed = self._scalar_shape(np.int32)
+        arguments = (self.state, gradients, sums, self._scalar_shape(), failed)
         metrics = jax.tree.map(
-            lambda leaf: self._replicated(leaf.shape, leaf.dtype),
+            lambda leaf: self._replicated_shape(leaf.shape, leaf.dtype),
             jax.eval_shape(self.functions.update, *arguments)[1],
         )
         totals = jax.tree.map(
-            lambda leaf: self._replicated(leaf.shape, leaf.dtype), jax.eval_shape(_totals, sums)
+            lambda leaf: self._replicated_shape(leaf.shape, leaf.dtype),
+            jax.eval_shape(_sum_ranks, sums),
         )
         jobs = {
             ProgramName("zero", "sums"): zeros_job(sums),
             ProgramName("zero", "failed"): zeros_job(failed),
-            ProgramName("totals"): Job(_totals, (sums,), totals),
+            ProgramName("totals"): Job(_sum_ranks, (sums,), totals),
             ProgramName("update"): Job(
                 self.functions.update, arguments, (self.state, metrics), (0,)
             ),
@@ -348,7 +351,7 @@ class Programs(abc.ABC):
                 lambda _, parameter: parameter,
                 component,
                 trained[name],
-                transform_non_params=lambda leaf: self._replicated(leaf.shape, leaf.dtype),
+                transform_non_params=lambda leaf: self._replicated_shape(leaf.shape, leaf.dtype),
             )
             for name, component in state.optimizer.items()
         }
@@ -362,13 +365,13 @@ class Programs(abc.ABC):
                 {name: trained[name] for name in averages},
             )
         counters = jax.tree.map(
-            lambda leaf: self._replicated(leaf.shape, leaf.dtype),
+            lambda leaf: self._replicated_shape(leaf.shape, leaf.dtype),
             state._replace(params=None, optimizer=None, averages=None),
         )
         return counters._replace(params=params, optimizer=optimizer, averages=averages)
 
     def _abstract_sums(self) -> Sums:
-        loss, count = self._by_rank_and(self.functions.sources, LANGUAGE)
+        loss, count = self._abstract_loss_and_count(self.functions.sources, LANGUAGE)
         drawn = [self._abstract_drawn(phase) for phase in self.generators]
         return Sums(
             *(loss, count, count, count),
@@ -378,8 +381,8 @@ class Programs(abc.ABC):
 
     def _abstract_drawn(self, phase: str) -> FlowSums:
         return FlowSums(
-            *self._by_rank_and(self.functions.sources, phase),
-            *self._by_rank_and(TIME_BANDS, phase),
+            *self._abstract_loss_and_count(self.functions.sources, phase),
+            *self._abstract_loss_and_count(TIME_BANDS, phase),
         )
 
     def _abstract_routed(self) -> RouterSums | None:
@@ -397,9 +400,9 @@ class Programs(abc.ABC):
 
     def _abstract_routing(self) -> Routing | None:
         shape = self.functions.routing_shape
-        return shape and Routing(self._replicated(shape, np.int32), self._scalar())
+        return shape and Routing(self._replicated_shape(shape, np.int32), self._scalar_shape())
 
-    def _by_rank_and(self, groups: int, phase: str) -> Any:
+    def _abstract_loss_and_count(self, groups: int, phase: str) -> Any:
         """Shapes of losses and of counts, both [R, groups]."""
         layout = self.layouts[phase]
         make = partial(jax.ShapeDtypeStruct, (layout.ranks, groups), sharding=layout.rows)
@@ -410,14 +413,14 @@ class Programs(abc.ABC):
         """Type of losses and sums: float32, or float64 if the parameters are float64."""
         return jnp.promote_types(self.param_dtype, np.float32)
 
-    def _scalar(self, dtype: Any = None) -> jax.ShapeDtypeStruct:
-        return self._replicated((), dtype or self._real_dtype)
+    def _scalar_shape(self, dtype: Any = None) -> jax.ShapeDtypeStruct:
+        return self._replicated_shape((), dtype or self._real_dtype)
 
-    def _replicated(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def _replicated_shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, P()))
 
 
-def _totals(sums: Sums) -> Sums:
+def _sum_ranks(sums: Sums) -> Sums:
     """Sums over the ranks. Those of text are cast to one type, so that devices communicate once."""
     wide = sums.loss.dtype
     sums = sums._replace(

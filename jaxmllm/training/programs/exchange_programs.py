@@ -64,7 +64,7 @@ class ExchangePrograms:
         """Start the transfer of this host's tables of one round."""
 
         def put(table: np.ndarray) -> jax.Array:
-            return put_ranks(table, self.exchange.tables, self._ranks)
+            return put_ranks(table, self.exchange.tables, self._exchange_ranks)
 
         def put_hops(hops: tuple[Hop, ...]) -> list[tuple[jax.Array, ...]]:
             return [tuple(put(table) for table in hop.arrays) for hop in hops]
@@ -80,7 +80,7 @@ class ExchangePrograms:
         self, call: Call, source: TokenPool, target: TokenPool, tables: DeviceTables
     ) -> TokenPool:
         """`target`, the pool of the reading phase, plus the tokens of one round."""
-        forward, _ = self._directions(tables)
+        forward, _ = self._direction_tables(tables)
         delivered: TokenPool = self._run(call, "", source, target, *forward)
         return delivered
 
@@ -88,7 +88,7 @@ class ExchangePrograms:
         self, call: Call, d_target: jax.Array, d_source: jax.Array, tables: DeviceTables
     ) -> jax.Array:
         """`d_source`, the gradient of the writing phase's pool, plus that of one round."""
-        _, back = self._directions(tables)
+        _, back = self._direction_tables(tables)
         delivered: jax.Array = self._run(call, "_back", d_target, d_source, *back)
         return delivered
 
@@ -100,7 +100,7 @@ class ExchangePrograms:
             buffer = call(f"hop{way}", self.owner)(source, buffer, np.int32(hop_number), *hop)
         return call(f"deliver{way}", self.owner)(source, buffer, target, gather)
 
-    def _directions(self, tables: DeviceTables) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    def _direction_tables(self, tables: DeviceTables) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """(hops, gather table) of the forward direction, and those of the backward direction."""
         to_language = tables.send_forward, tables.gather_forward
         from_language = tables.send_backward, tables.gather_backward
@@ -126,15 +126,15 @@ class ExchangePrograms:
         source, target = pools[::-1] if self.route.outward else pools
         forward, back = ways[::-1] if self.route.outward else ways
         jobs = {ProgramName("zero", self.owner): zeros_job(self.pool)}
-        jobs |= self._way_jobs("", source, target, *forward)
+        jobs |= self._direction_jobs("", source, target, *forward)
         if self.trained:
             # Gradients return into zeros like the source: for a generator, the language pool.
             d_written = ProgramName("zero", f"d_{LANGUAGE if self.route.outward else self.owner}")
             jobs[d_written] = zeros_job(source.tokens)
-            jobs |= self._way_jobs("_back", target.tokens, source.tokens, *back)
+            jobs |= self._direction_jobs("_back", target.tokens, source.tokens, *back)
         return jobs
 
-    def _way_jobs(
+    def _direction_jobs(
         self,
         way: str,
         source: Any,
@@ -165,25 +165,28 @@ class ExchangePrograms:
 
         def hop(pool_slots: int) -> tuple[jax.ShapeDtypeStruct, ...]:
             return tuple(
-                self._ints(*shape) for shape in backend_of(route).hop_shapes(route, pool_slots)
+                self._table_shape(*shape)
+                for shape in backend_of(route).hop_shapes(route, pool_slots)
             )
 
         # A hop's table depends on the pool that tokens leave; a gather has an entry for each slot
         # of the pool that they enter.
-        forward = hop(route.encoder_pool), self._ints(route.language_pool)
-        backward = hop(route.language_pool), self._ints(route.encoder_pool)
+        forward = hop(route.encoder_pool), self._table_shape(route.language_pool)
+        backward = hop(route.language_pool), self._table_shape(route.encoder_pool)
         return *forward, *backward
 
     def _abstract_buffer(self, pool: Any, slots: int) -> Any:
         def stretched(leaf: Any) -> jax.ShapeDtypeStruct:
-            shape = (self._ranks, slots, *leaf.shape[2:])
+            shape = (self._exchange_ranks, slots, *leaf.shape[2:])
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self.exchange.tables)
 
         return jax.tree.map(stretched, pool)
 
-    def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self._ranks, *shape), np.int32, sharding=self.exchange.tables)
+    def _table_shape(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            (self._exchange_ranks, *shape), np.int32, sharding=self.exchange.tables
+        )
 
     @property
-    def _ranks(self) -> int:
+    def _exchange_ranks(self) -> int:
         return self.route.grid.ranks

@@ -67,7 +67,7 @@ class GeneratorPrograms(Programs):
         """
         host = batch.host
         states, starts = self._states(params, batch, language_pools, backward=True)
-        scale = self._scale(self.functions.objective.diffusion.weight, host.patches)
+        scale = self._loss_scale(self.functions.objective.diffusion.weight, host.patches)
         for phase in self.generators:
             pools = states[self.exchange_owner[phase]]
             phase_params = self._params_of(params, phase)
@@ -75,7 +75,7 @@ class GeneratorPrograms(Programs):
             for m, rows in enumerate(batch.rows[phase]):
                 pool = host.pools[phase][m]
                 pool_offset = np.int32(host.pool_offsets[phase][m])
-                program = self._of_microbatch("draw_loss_and_grad", phase, host, m)
+                program = self._microbatch_program("draw_loss_and_grad", phase, host, m)
                 pools[pool], phase_grads, drawn, failed = program(
                     *(phase_params, rows, pools[pool], pool_offset),
                     *(scale, phase_grads, drawn, failed),
@@ -110,7 +110,7 @@ class GeneratorPrograms(Programs):
             for m, rows in enumerate(batch.rows[phase]):
                 pool = pools[host.pools[phase][m]]
                 pool_offset = np.int32(host.pool_offsets[phase][m])
-                program = self._of_microbatch("evaluate", phase, host, m)
+                program = self._microbatch_program("evaluate", phase, host, m)
                 drawn, failed = program(phase_params, rows, pool, pool_offset, drawn, failed)
         return drawn, failed
 
@@ -127,10 +127,10 @@ class GeneratorPrograms(Programs):
         starts: list[Start] = []
         for m, rows in enumerate(batch.rows[LANGUAGE]):
             pool = host.pools[LANGUAGE][m]
-            program = self._of_microbatch("language_states", LANGUAGE, host, m)
+            program = self._microbatch_program("language_states", LANGUAGE, host, m)
             language_pools[pool], kept = program(phase_params, rows, language_pools[pool])
             starts.append(self.start_of(LANGUAGE, m, rows, kept) if backward else rows)
-        states = self._empty_pools(batch, self._owners(self.generators), "")
+        states = self._empty_pools(batch, self._exchange_owners(self.generators), "")
         # Rounds name pools from the encoders' side: here the target is read, the source filled.
         for owner, pools in states.items():
             exchange = self._exchange_programs[owner]
@@ -145,18 +145,20 @@ class GeneratorPrograms(Programs):
         grads = self._grads_of(self.accumulators, phase)
         pool = self.pools[self.exchange_owner[phase]]
         drawn = self._abstract_sums().drawn
-        pool_offset = failed = self._scalar(np.int32)
+        pool_offset = failed = self._scalar_shape(np.int32)
         spec = self.spec.phases[phase]
         jobs: Jobs = {}
         for row_class in spec.classes:
             functions = self.functions.spanned(phase, row_class.span)
             layout = functions.model.layout(phase)
             rows = self._abstract_generator_rows(phase, layout, row_class, row_format)
-            arguments = (params, rows, pool, pool_offset, self._scalar(), grads, drawn)
+            arguments = (params, rows, pool, pool_offset, self._scalar_shape(), grads, drawn)
             results = (pool, grads, drawn)
             by_device = GeneratorFunctions(functions.by_device(phase), phase)
             jobs[ProgramName("draw_loss_and_grad", phase, *row_class)] = Job(
-                _counting(map_rows(layout, by_device.draw_loss_and_grad, arguments, results)),
+                _with_failed_count(
+                    map_rows(layout, by_device.draw_loss_and_grad, arguments, results)
+                ),
                 (*arguments, failed),
                 (*results, failed),
                 (2, 5, 6),
@@ -164,7 +166,7 @@ class GeneratorPrograms(Programs):
             given = (params, rows, pool, pool_offset, drawn)
             evaluate = GeneratorFunctions(functions, phase).evaluate
             jobs[ProgramName("evaluate", phase, *row_class)] = Job(
-                _counting(lambda *given, evaluate=evaluate: (evaluate(*given),)),
+                _with_failed_count(lambda *given, evaluate=evaluate: (evaluate(*given),)),
                 (*given, failed),
                 (drawn, failed),
                 (4,),
@@ -205,7 +207,7 @@ class GeneratorPrograms(Programs):
         within = microbatch < self.kept_residuals.get(phase, 0)
         return rows if isinstance(start, KeptResiduals) and not within else start
 
-    def _of_microbatch(
+    def _microbatch_program(
         self, function: str, phase: str, host: HostStep, microbatch: int
     ) -> Callable[..., Any]:
         """The program for the rows of one microbatch."""
@@ -228,7 +230,7 @@ class GeneratorPrograms(Programs):
             for owner, n in last_pool.items()
         }
 
-    def _owners(self, phases: Iterable[str]) -> tuple[str, ...]:
+    def _exchange_owners(self, phases: Iterable[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self.exchange_owner[phase] for phase in phases))
 
     def _params_of(self, params: Any, phase: str) -> Any:
@@ -245,7 +247,7 @@ def start_from(rows: Any, kept: Any) -> Start:
     return kept if isinstance(kept, KeptFeatures) else KeptResiduals(rows, kept)
 
 
-def _counting(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+def _with_failed_count(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """`function` (params, rows, ...) with one more argument and result, the number of items that
     could not be decoded, to which it adds those of the rows."""
 

@@ -32,7 +32,7 @@ class GradientSums:
         self._trained = trained
         self.abstract = model.gradient_sums(trained, dtype)
         self._reductions = {
-            name: self._of_component(model, phase, name)
+            name: self._component_reductions(model, phase, name)
             for phase, record in model.phases.items()
             for name in record.components
             if name in trained
@@ -54,9 +54,9 @@ class GradientSums:
     def jobs(self) -> Jobs:
         """Zeroed sums, and the only program of a step in which replicas communicate."""
         jobs: Jobs = {ProgramName("zero", "gradients"): zeros_job(self.abstract)}
-        if unfinished := self._unfinished(self.abstract):
-            totals = self._unfinished(self._trained)
-            reductions = self._unfinished(self._reductions)
+        if unfinished := self._unfinished_leaves(self.abstract):
+            totals = self._unfinished_leaves(self._trained)
+            reductions = self._unfinished_leaves(self._reductions)
 
             def add_replicas(sums: list[jax.Array]) -> list[jax.Array]:
                 return [reduce(leaf) for reduce, leaf in zip(reductions, sums, strict=True)]
@@ -66,30 +66,32 @@ class GradientSums:
 
     def finish(self, call: Callable[[str], Callable[..., Any]], sums: Params) -> Params:
         """The complete gradients, from the sums of all devices."""
-        unfinished = self._unfinished(sums)
+        unfinished = self._unfinished_leaves(sums)
         if not unfinished:
             return sums
         # In the order of the leaves, in which the map below consumes them.
         totals = iter(call("add_replicas")(unfinished))
         return jax.tree.map(
-            lambda one, abstract, total: one if _same(abstract, total) else next(totals),
+            lambda one, abstract, total: one if _is_gradient(abstract, total) else next(totals),
             sums,
             self.abstract,
             self._trained,
         )
 
-    def _unfinished(self, tree: Any) -> list[Any]:
+    def _unfinished_leaves(self, tree: Any) -> list[Any]:
         """The leaves of a tree like the sums, at those sums that are not gradients yet."""
         trees = map(jax.tree.leaves, (tree, self.abstract, self._trained))
-        return [leaf for leaf, sums, total in zip(*trees, strict=True) if not _same(sums, total)]
+        return [
+            leaf for leaf, sums, total in zip(*trees, strict=True) if not _is_gradient(sums, total)
+        ]
 
-    def _of_component(self, model: MLLM, phase: str, name: str) -> Any:
+    def _component_reductions(self, model: MLLM, phase: str, name: str) -> Any:
         """For each trained parameter of a component, the function from its sums to its gradient."""
         component = model.by_device(phase).components[name]
 
         def leaf(total: Any, axes: ParameterAxes) -> Callable[[jax.Array], jax.Array]:
             if not component.defers(axes):
-                return partial(_added_replicas, total)
+                return partial(_sum_replicas, total)
             layout = model.components[name].layout
             rows = row_axes(model.layout(phase))
             shards = reduced(layout, rows, axes.names, component.dtype)
@@ -99,11 +101,11 @@ class GradientSums:
         return jax.tree.map(leaf, trained, component.axes_of(trained))
 
 
-def _same(sums: Any, total: Any) -> bool:
+def _is_gradient(sums: Any, total: Any) -> bool:
     """Whether sums already are the gradient: one replica, and the type of the parameter."""
     return (sums.shape, sums.dtype) == (total.shape, total.dtype)
 
 
-def _added_replicas(total: Any, sums: jax.Array) -> jax.Array:
+def _sum_replicas(total: Any, sums: jax.Array) -> jax.Array:
     """The gradient, from sums by replica [replicas, ...] or the sum of the only replica [...]."""
     return (sums.sum(0) if sums.ndim > total.ndim else sums).astype(total.dtype)

@@ -143,11 +143,11 @@ class PhasedPrograms(GeneratorPrograms):
                 d_states,
                 self._grads_of(gradients, LANGUAGE),
                 sums,
-                self._routing(host.statistics, expert_counts),
+                self._routing_inputs(host.statistics, expert_counts),
             )
             gradients |= of_language
         del d_states, starts
-        d_pools = self._return(batch, pools)
+        d_pools = self._return_gradients(batch, pools)
         for phase in self.encoders:
             if self.functions_of(phase).backward:
                 gradients |= self._encoder_grads(
@@ -173,7 +173,7 @@ class PhasedPrograms(GeneratorPrograms):
         phase_params = self._params_of(params, LANGUAGE)
         for m, rows in enumerate(batch.rows[LANGUAGE] if self.functions.learns_text else ()):
             pool = pools[host.pools[LANGUAGE][m]]
-            program = self._of_microbatch("evaluate", LANGUAGE, host, m)
+            program = self._microbatch_program("evaluate", LANGUAGE, host, m)
             sums = program(phase_params, rows, pool, sums)
         if self.generators:
             drawn, failed = self._evaluate_drawn(params, batch, pools, drawn, failed)
@@ -197,7 +197,7 @@ class PhasedPrograms(GeneratorPrograms):
         could not be decoded.
         """
         host = batch.host
-        encoder_pools = self._empty_pools(batch, self._owners(self.encoders), "")
+        encoder_pools = self._empty_pools(batch, self._exchange_owners(self.encoders), "")
         saved_for_backward: dict[str, list[Start]] = {}
         for phase in self.encoders:
             pools = encoder_pools[self.exchange_owner[phase]]
@@ -206,7 +206,7 @@ class PhasedPrograms(GeneratorPrograms):
             for m, rows in enumerate(batch.rows[phase]):
                 pool = host.pools[phase][m]
                 pool_offset = np.int32(host.pool_offsets[phase][m])
-                program = self._of_microbatch("encode", phase, host, m)
+                program = self._microbatch_program("encode", phase, host, m)
                 pools[pool], kept, failed = program(
                     phase_params, rows, pools[pool], pool_offset, failed
                 )
@@ -223,7 +223,7 @@ class PhasedPrograms(GeneratorPrograms):
                 )
         return language_pools, saved_for_backward, failed
 
-    def _return(
+    def _return_gradients(
         self, batch: DeviceStep, language_pools: list[TokenPool]
     ) -> dict[str, list[jax.Array]]:
         """Gradients of the encoder pools, by owner of an exchange that carries gradients. They come
@@ -259,11 +259,11 @@ class PhasedPrograms(GeneratorPrograms):
         host = batch.host
         phase_params = self._params_of(params, LANGUAGE)
         names = self.functions_of(LANGUAGE)
-        scale = self._scale(self.functions.objective.language.weight, host.targets)
+        scale = self._loss_scale(self.functions.objective.language.weight, host.targets)
         for m in range(len(starts)):
             start = starts.pop(0)  # the only reference: its memory is free after the program
             pool = host.pools[LANGUAGE][m]
-            program = self._of_microbatch(names.backward_from(start), LANGUAGE, host, m)
+            program = self._microbatch_program(names.backward_from(start), LANGUAGE, host, m)
             pools[pool], grads, sums = program(
                 *(phase_params, start, pools[pool], scale, grads, sums, routing),
                 # Left out where there are none: the program was compiled without this argument.
@@ -287,7 +287,7 @@ class PhasedPrograms(GeneratorPrograms):
             start = saved.pop(0)  # the only reference: its memory is free after the program
             d_pool = d_pools[host.pools[phase][m]]
             pool_offset = np.int32(host.pool_offsets[phase][m])
-            program = self._of_microbatch(names.backward_from(start), phase, host, m)
+            program = self._microbatch_program(names.backward_from(start), phase, host, m)
             grads = program(phase_params, start, d_pool, pool_offset, grads)
         return grads
 
@@ -373,7 +373,7 @@ class PhasedPrograms(GeneratorPrograms):
             )
             return buffers._replace(pool=pool, gradients=gradients, sums=sums, failed=failed)
         d_states = [] if buffers.d_pool is None else [buffers.d_pool]
-        routing = self._routing({TOKENS: 1})
+        routing = self._routing_inputs({TOKENS: 1})
         pool, gradients, sums = program(
             *(*inputs, buffers.pool, scale, gradients, sums, routing, *d_states)
         )
@@ -445,13 +445,13 @@ class PhasedPrograms(GeneratorPrograms):
             starts: list[Start] = [rows] if names.backward else []
             if names.forward:
                 inputs = (params, rows, pool)
-                states, kept = _decoding(functions, inputs, bool(names.backward_kept))
+                states, kept = _decoder_forward(functions, inputs, bool(names.backward_kept))
                 starts += [KeptResiduals(rows, kept)] if kept is not None else []
                 jobs[ProgramName(names.forward, LANGUAGE, *row_class)] = Job(
                     map_rows(layout, states, inputs, (pool, kept)), inputs, (pool, kept), (2,)
                 )
             for start in starts:
-                scalar = self._scalar()
+                scalar = self._scalar_shape()
                 # Pool, gradients and sums are overwritten: numbers 2, 4 and 5 of these.
                 arguments = (params, start, pool, scalar, grads, sums, routing, *d_states)
                 results = (pool, grads, sums)
@@ -471,7 +471,7 @@ class PhasedPrograms(GeneratorPrograms):
         params = self._params_of(self.params, phase)
         grads = self._grads_of(self.accumulators, phase)
         pool = self.pools[self.exchange_owner[phase]]
-        pool_offset = failed = self._scalar(np.int32)
+        pool_offset = failed = self._scalar_shape(np.int32)
         windows = phase in self.functions.model.config.windows
         names = self.functions_of(phase)
         jobs: Jobs = {}
@@ -486,10 +486,10 @@ class PhasedPrograms(GeneratorPrograms):
             arguments = (params, rows, pool, pool_offset, failed)
             starts: list[Start] = []
             if names.backward_kept:
-                encode, kept = _keeping(functions, phase, params, rows, pool)
+                encode, kept = _encoder_keeping_residuals(functions, phase, params, rows, pool)
                 starts = [rows, KeptResiduals(rows, kept)]
             else:
-                encode, kept = _encoding(functions, phase, arguments)
+                encode, kept = _encoder_forward(functions, phase, arguments)
                 if names.backward:
                     starts = [start_from(rows, kept)]
             jobs[ProgramName(names.forward, phase, *row_class)] = Job(
@@ -548,7 +548,7 @@ class PhasedPrograms(GeneratorPrograms):
         )
 
 
-def _decoding(
+def _decoder_forward(
     functions: StepFunctions, arguments: tuple[Any, ...], keeps: bool
 ) -> tuple[Callable[..., Any], Any]:
     """`language_states`, and shapes of what it keeps on all devices; None if it keeps nothing."""
@@ -559,7 +559,7 @@ def _decoding(
     return states, results_of_devices(layout, lambda *given: states(*given)[1], arguments)
 
 
-def _encoding(
+def _encoder_forward(
     functions: StepFunctions, phase: str, arguments: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], KeptFeatures | None]:
     """`encode`, and shapes of what it keeps: the features of a frozen tower, or None."""
@@ -574,7 +574,7 @@ def _encoding(
     return encode, kept
 
 
-def _keeping(
+def _encoder_keeping_residuals(
     functions: StepFunctions, phase: str, params: Any, rows: Any, pool: Any
 ) -> tuple[Callable[..., Any], Any]:
     """An `encode` that keeps residuals, and the shapes of those on all devices."""

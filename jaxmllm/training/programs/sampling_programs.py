@@ -54,8 +54,8 @@ class SamplingPrograms(PhasedPrograms):
             for m, rows in enumerate(batch.rows[phase]):
                 pool = states[self.exchange_owner[phase]][host.pools[phase][m]]
                 pool_offset = np.int32(host.pool_offsets[phase][m])
-                patches = self._of_microbatch("first_patches", phase, host, m)(rows)
-                draw_step = self._of_microbatch("draw_step", phase, host, m)
+                patches = self._microbatch_program("first_patches", phase, host, m)(rows)
+                draw_step = self._microbatch_program("draw_step", phase, host, m)
                 for time, next_time in pairwise(time_arrays):
                     patches = draw_step(
                         *(phase_params, rows, pool, pool_offset),
@@ -64,7 +64,7 @@ class SamplingPrograms(PhasedPrograms):
                 yield host.rows[phase][m], jax.device_get(patches)
 
     def _jobs(self, formats: Mapping[str, RowFormat]) -> Jobs:
-        jobs: Jobs = {ProgramName("zero", "failed"): zeros_job(self._scalar(np.int32))}
+        jobs: Jobs = {ProgramName("zero", "failed"): zeros_job(self._scalar_shape(np.int32))}
         jobs |= self._language_jobs()
         for exchange in self._exchange_programs.values():
             jobs |= exchange.jobs()
@@ -78,7 +78,7 @@ class SamplingPrograms(PhasedPrograms):
         params = self._params_of(self.params, phase)
         pool = self.pools[self.exchange_owner[phase]]
         spec = self.spec.phases[phase]
-        scalar = self._scalar()
+        scalar = self._scalar_shape()
         jobs: Jobs = {}
         for row_class in spec.classes:
             functions = GeneratorFunctions(self.functions.spanned(phase, row_class.span), phase)
@@ -90,7 +90,16 @@ class SamplingPrograms(PhasedPrograms):
             jobs[ProgramName("first_patches", phase, *row_class)] = Job(
                 functions.first_patches, (rows,), patches
             )
-            inputs = (params, rows, pool, self._scalar(np.int32), patches, scalar, scalar, scalar)
+            inputs = (
+                params,
+                rows,
+                pool,
+                self._scalar_shape(np.int32),
+                patches,
+                scalar,
+                scalar,
+                scalar,
+            )
             jobs[ProgramName("draw_step", phase, *row_class)] = Job(
                 functions.draw_step, inputs, patches, donated=(4,)
             )

@@ -94,7 +94,7 @@ class StageFunctions:
         return self.functions.model
 
     @property
-    def _dtype(self) -> Any:
+    def _sent_dtype(self) -> Any:
         """Type of the tokens and states that one phase sends to another."""
         return self.model.components[LANGUAGE].dtype
 
@@ -114,13 +114,15 @@ class StageFunctions:
         )
 
     def _component(self, phase: str, span: int) -> Component:
-        functions = self._inside(phase, span)
+        functions = self._manual_functions(phase, span)
         if phase == LANGUAGE:
-            return self._language(functions)
+            return self._language_component(functions)
         generates = self.model.phases[phase].generates
-        return (self._generator if generates else self._encoder)(phase, functions)
+        return (self._generator_component if generates else self._encoder_component)(
+            phase, functions
+        )
 
-    def _inside(self, phase: str, span: int) -> StepFunctions:
+    def _manual_functions(self, phase: str, span: int) -> StepFunctions:
         """The functions for rows of a phase that `span` ranks hold together, inside manual axes."""
         model = self.model.spanned(phase, span)
         components = {
@@ -148,7 +150,7 @@ class StageFunctions:
             layers.append(
                 Params(
                     _layers_of(trained),
-                    (_layers_of(frozen), self._windowed(phase), self._numbers(phase)),
+                    (_layers_of(frozen), self._window_flags(phase), self._layer_numbers(phase)),
                 ),
             )
             outer.append(Params(_without_layers(trained), (_without_layers(frozen), constants)))
@@ -158,7 +160,7 @@ class StageFunctions:
             tuple(rows[phase] for phase in self.model.phases),
         )
 
-    def _windowed(self, phase: str) -> Bool[Array, "S K L"] | None:
+    def _window_flags(self, phase: str) -> Bool[Array, "S K L"] | None:
         """Which layers of a phase attend in windows, passed with their frozen parameters; None if
         no layer does."""
         windows = self.model.config.windows
@@ -166,7 +168,7 @@ class StageFunctions:
             return None
         return self.stage_layers[phase].staged(jnp.array(windows[phase].windowed)).astype(bool)
 
-    def _numbers(self, phase: str) -> Int[Array, "S K L"] | None:
+    def _layer_numbers(self, phase: str) -> Int[Array, "S K L"] | None:
         """Numbers of a phase's layers, passed in the same way; None unless a layer adds to values
         that are carried next to its result (features for deepstack, sums over the routing)."""
         shapes = getattr(self.model.config, phase)
@@ -184,7 +186,7 @@ class StageFunctions:
                 gradients[name] = tree | ({LAYERS: stacks[name]} if name in stacks else {})
         return gradients
 
-    def _encoder(self, phase: str, functions: StepFunctions) -> Component:
+    def _encoder_component(self, phase: str, functions: StepFunctions) -> Component:
         model = functions.model
         layout = model.layout(phase)
 
@@ -200,26 +202,26 @@ class StageFunctions:
             features = model.finish(params, phase, rows, x)
             tokens = model.project(params, phase, features, rows.places)
             valid = by_rank(layout, rows.valid) if layout.span > 1 else rows.valid
-            return TokenPool(tokens.astype(self._dtype), valid.astype(jnp.float32))
+            return TokenPool(tokens.astype(self._sent_dtype), valid.astype(jnp.float32))
 
         return Component(
             first,
-            self._checkpointed(phase, layer),
+            self._checkpointed_layer(phase, layer),
             last,
-            _spec(layout, "batch", "sequence"),
-            _spec(layout, "rank"),
+            _automatic_spec(layout, "batch", "sequence"),
+            _automatic_spec(layout, "rank"),
         )
 
-    def _language(self, functions: StepFunctions) -> Component:
+    def _language_component(self, functions: StepFunctions) -> Component:
         model = functions.model
         layout = model.layout(LANGUAGE)
         generates = bool(self.generators)
         learns = functions.learns_text
 
         def first(outer: Params, rows: LanguageRows, media: tuple[TokenPool, ...]) -> Activation:
-            arrived = self._arrived(layout, rows, media)
+            arrived = self._take_media(layout, rows, media)
             hidden = model.begin(_outer_params(outer), rows, arrived.tokens)
-            return Activation(hidden, arrived.valid, self._not_routed(len(rows.tokens)))
+            return Activation(hidden, arrived.valid, self._zero_router_sums(len(rows.tokens)))
 
         def layer(params: Params, x: Activation, rows: LanguageRows) -> Activation:
             frozen, windowed, layer_number = params.frozen
@@ -229,7 +231,7 @@ class StageFunctions:
             )
             if x.routed is None or routed is None:
                 return x._replace(hidden=hidden)
-            return x._replace(hidden=hidden, routed=_with_layer(x.routed, routed, layer_number))
+            return x._replace(hidden=hidden, routed=_add_layer_sums(x.routed, routed, layer_number))
 
         def last(outer: Params, x: Activation, rows: LanguageRows) -> Any:
             hidden = model.finish_states(_outer_params(outer), x.hidden)
@@ -237,36 +239,36 @@ class StageFunctions:
             if not generates:
                 return losses
             computed = ~functions.failed_tokens(rows, x.valid)
-            states = TokenPool(hidden.astype(self._dtype), computed.astype(jnp.float32))
+            states = TokenPool(hidden.astype(self._sent_dtype), computed.astype(jnp.float32))
             pool: TokenPool = to_ranks(layout, states, rows.order)
             return (pool, losses) if learns else pool
 
         return Component(
             first,
-            self._checkpointed(LANGUAGE, layer),
+            self._checkpointed_layer(LANGUAGE, layer),
             last,
-            _spec(layout, "batch", "sequence"),
-            _spec(layout, "rank"),
+            _automatic_spec(layout, "batch", "sequence"),
+            _automatic_spec(layout, "rank"),
         )
 
-    def _arrived(
+    def _take_media(
         self, layout: Layout, rows: LanguageRows, media: tuple[TokenPool, ...]
     ) -> TokenPool:
         """The media tokens of language rows, at their slots: [R, C, ...]."""
         if media:
-            return media_slots(rows).take(layout, of_group(self.group, _joined(media)))
+            return media_slots(rows).take(layout, of_group(self.group, _concat_tokens(media)))
         shape = rows.tokens.shape
         width = self.model.config.token_width
-        return TokenPool(jnp.zeros((*shape, width), self._dtype), jnp.zeros(shape))
+        return TokenPool(jnp.zeros((*shape, width), self._sent_dtype), jnp.zeros(shape))
 
-    def _generator(self, phase: str, functions: StepFunctions) -> Component:
+    def _generator_component(self, phase: str, functions: StepFunctions) -> Component:
         model = functions.model
         layout = model.layout(phase)
         drawing = GeneratorFunctions(functions, phase)
         group = self.group
 
         def first(outer: Params, rows: GeneratorRows, media: tuple[TokenPool, ...]) -> Drawing:
-            states, valid = drawing.conditions(rows, of_group(group, _joined(media)))
+            states, valid = drawing.conditions(rows, of_group(group, _concat_tokens(media)))
             noisy = noisy_patches(layout, rows, drawing.dtype).noisy
             begun = model.begin_drawing(_outer_params(outer), phase, rows, noisy, states)
             return Drawing(begun, valid)
@@ -282,13 +284,16 @@ class StageFunctions:
             patches = noisy_patches(layout, rows, drawing.dtype)
             total, sums = drawing.losses(rows, patches, predicted, x.valid)
             total *= constants.drawn_scale
-            return total.astype(jnp.float32), _of_rows(layout, sums)
+            return total.astype(jnp.float32), _row_sums(layout, sums)
 
         return Component(
-            first, self._checkpointed(phase, layer), last, _spec(layout, "batch", "sequence")
+            first,
+            self._checkpointed_layer(phase, layer),
+            last,
+            _automatic_spec(layout, "batch", "sequence"),
         )
 
-    def _not_routed(self, rows: int) -> RouterSums | None:
+    def _zero_router_sums(self, rows: int) -> RouterSums | None:
         """Zeroed sums over the routing of rows; None without experts."""
         shape = self.functions.routing_shape
         if shape is None:
@@ -298,7 +303,7 @@ class StageFunctions:
         by_expert = jnp.zeros((rows, layers, experts), dtype)
         return RouterSums(by_expert, by_expert, jnp.zeros((rows, layers), dtype))
 
-    def _checkpointed(self, phase: str, layer: Callable[..., Any]) -> Callable[..., Any]:
+    def _checkpointed_layer(self, phase: str, layer: Callable[..., Any]) -> Callable[..., Any]:
         """The layer, of which the executor keeps what its component's `remat` says."""
         return checkpointed(layer, self.model.components[phase].settings.remat, in_loop=True)
 
@@ -323,15 +328,15 @@ def _text_losses(
         sums = sums._replace(routed=functions.routed_sums(routed))
         if constants.routing is not None:
             total += router_loss(functions.objective.experts, routed, constants.routing)
-    return total.astype(jnp.float32), _of_rows(functions.model.layout(LANGUAGE), sums)
+    return total.astype(jnp.float32), _row_sums(functions.model.layout(LANGUAGE), sums)
 
 
-def _of_rows(layout: Layout, sums: Any) -> Any:
+def _row_sums(layout: Layout, sums: Any) -> Any:
     """Sums over rows, on the first of the devices that hold a row's parts; zero on the others."""
     return jax.tree.map(lambda by_row: on_first_part(layout, by_row.sum(0)), sums)
 
 
-def _with_layer(sums: RouterSums, of_layer: RouterSums, number: Int[Array, ""]) -> RouterSums:
+def _add_layer_sums(sums: RouterSums, of_layer: RouterSums, number: Int[Array, ""]) -> RouterSums:
     """Sums by layer [R, L, ...] plus those of layer `number`; number L, no layer, adds nothing."""
     added: RouterSums = jax.tree.map(
         lambda total, own: total.at[:, number].add(own.astype(total.dtype), mode="drop"),
@@ -341,7 +346,7 @@ def _with_layer(sums: RouterSums, of_layer: RouterSums, number: Int[Array, ""]) 
     return added
 
 
-def _spec(layout: Layout, *axes: str) -> PartitionSpec | None:
+def _automatic_spec(layout: Layout, *axes: str) -> PartitionSpec | None:
     """How arrays are split over the axes that are not manual; None if all axes are."""
     if layout.manual_axes == set(layout.mesh.axis_names):
         return None
@@ -366,7 +371,7 @@ def _outer_params(outer: Params) -> dict[str, Any]:
     return params
 
 
-def _joined(media: tuple[TokenPool, ...]) -> TokenPool:
+def _concat_tokens(media: tuple[TokenPool, ...]) -> TokenPool:
     """The tokens of all rows that a microbatch reads, concatenated: [R, W, ...]."""
     pools = [jax.tree.map(_concat_rows, tokens) for tokens in media]
     return TokenPool(*(jnp.concatenate(leaves, axis=1) for leaves in zip(*pools, strict=True)))

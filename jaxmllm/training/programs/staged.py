@@ -122,20 +122,20 @@ class StagedPrograms(Programs):
                 params,
                 rows,
                 table,
-                self._constants(batch.host, expert_counts),
+                self._loss_constants(batch.host, expert_counts),
             )
             results = run_results if results is None else self._call("add")(results, run_results)
         assert results is not None, "a batch has at least one run"
         return results
 
-    def _constants(self, host: HostStep, expert_counts: Any) -> LossConstants:
+    def _loss_constants(self, host: HostStep, expert_counts: Any) -> LossConstants:
         objective = self.functions.objective
         drawn = None
         if self.generators:
-            drawn = self._scale(objective.diffusion.weight, host.patches)
+            drawn = self._loss_scale(objective.diffusion.weight, host.patches)
         return LossConstants(
-            self._scale(objective.language.weight, host.targets),
-            self._routing(host.statistics, expert_counts),
+            self._loss_scale(objective.language.weight, host.targets),
+            self._routing_inputs(host.statistics, expert_counts),
             drawn,
         )
 
@@ -170,7 +170,7 @@ class StagedPrograms(Programs):
                     self.mesh,
                     inputs,
                     STAGE,
-                    self._manual(self.functions.model.trainable, self._abstract_constants()),
+                    self._manual_axes(self.functions.model.trainable, self._abstract_constants()),
                 )
             )
 
@@ -195,18 +195,18 @@ class StagedPrograms(Programs):
         slots = sum(held.pools.values())
         boxes = sum(held.boxes.values()) + held.media
         lines = [
-            f"stages: a device holds {_size(held.total + self.held_sums)} while it runs a table: "
-            f"slots {_size(slots)}, boxes {_size(boxes)}, sums of gradients {_size(self.held_sums)}"
+            f"stages: a device holds {_size_text(held.total + self.held_sums)} while it runs a table: "
+            f"slots {_size_text(slots)}, boxes {_size_text(boxes)}, sums of gradients {_size_text(self.held_sums)}"
         ]
         for c, phase in enumerate(self.functions.model.phases):
             of_phase = [
-                f"{pool.words} {slot_count} x {_size(held.pools[pool, c] / slot_count)}"
+                f"{pool.words} {slot_count} x {_size_text(held.pools[pool, c] / slot_count)}"
                 for (pool, chain), slot_count in held.slots.items()
                 if chain == c
             ]
             backward = held.boxes.get((Pool.RESIDUAL, c))
             if backward is not None:
-                of_phase.append(f"backward of a chunk {_size(backward)}")
+                of_phase.append(f"backward of a chunk {_size_text(backward)}")
             lines.append(f"stages, {phase}: {', '.join(of_phase)}")
         return lines
 
@@ -216,7 +216,7 @@ class StagedPrograms(Programs):
     def saved_state(self) -> TrainState:
         """The state as without stages, each array also split over the stages where it can be."""
         params = self.functions.model.abstract(self.param_dtype)
-        return self._abstract_state(jax.tree.map(self._over_stages, params))
+        return self._abstract_state(jax.tree.map(self._split_over_stages, params))
 
     def to_saved(self, state: TrainState) -> TrainState:
         """The state with the layers of each component in one sequence, [layers, ...]."""
@@ -226,7 +226,7 @@ class StagedPrograms(Programs):
         """The state with the layers on their stages, [S, K, L, ...]."""
         return self._call("from_saved")(saved)
 
-    def _on_layers(
+    def _map_layers(
         self,
         tree: Any,
         change: Callable[[StageLayers, Any], Any],
@@ -249,13 +249,13 @@ class StagedPrograms(Programs):
 
     def staged(self, tree: Any) -> Any:
         """A tree like parameters, its layers moved to stages: [layers, ...] -> [S, K, L, ...]."""
-        return self._on_layers(tree, lambda layers, leaf: layers.staged(leaf))
+        return self._map_layers(tree, lambda layers, leaf: layers.staged(leaf))
 
     def joined(self, tree: Any) -> Any:
         """The inverse of `staged`: [S, K, L, ...] -> [layers, ...]."""
-        return self._on_layers(tree, lambda layers, leaf: layers.joined(leaf))
+        return self._map_layers(tree, lambda layers, leaf: layers.joined(leaf))
 
-    def _over_stages(self, leaf: Any) -> Any:
+    def _split_over_stages(self, leaf: Any) -> Any:
         """The shape of an array, split also over the stages along an axis that allows it, if there
         is one: preferably an axis that nothing else splits."""
         spec: list[Any] = [*leaf.sharding.spec, *[None] * (leaf.ndim - len(leaf.sharding.spec))]
@@ -278,7 +278,7 @@ class StagedPrograms(Programs):
 
     def _jobs(self, formats: Mapping[str, RowFormat]) -> Jobs:
         saved = self.saved_state
-        results: Any = (self.trained, self._abstract_sums(), self._scalar(np.int32))
+        results: Any = (self.trained, self._abstract_sums(), self._scalar_shape(np.int32))
         rows = self.rows
         evaluated: Any = Evaluated(results[1], results[2])
         table = self._abstract_table(self.sizes.training)
@@ -315,13 +315,13 @@ class StagedPrograms(Programs):
     ) -> tuple[Any, Sums, jax.Array]:
         stage_functions = self._stage_functions
         trainable = self.functions.model.trainable
-        lying = self._manual(trainable, self._abstract_constants())
-        executor = self._executor(self.sizes.training, stage_functions, lying)
+        manual_axes = self._manual_axes(trainable, self._abstract_constants())
+        executor = self._executor(self.sizes.training, stage_functions, manual_axes)
         out = executor(table, stage_functions.inputs(params, rows, constants, trainable))
         grads = stage_functions.gradients(out.layers, out.outer)
         trained, _ = self.functions.model.trainable.split(params)
         grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, trained)
-        return grads, self._sums(out.sums), _failed(rows, stage_functions)
+        return grads, self._sums_by_rank(out.sums), _count_failed(rows, stage_functions)
 
     def _evaluate(
         self,
@@ -333,13 +333,15 @@ class StagedPrograms(Programs):
         stage_functions = self._stage_functions
         scale = jnp.ones((), evaluated.sums.loss.dtype)
         constants = LossConstants(scale, drawn_scale=scale if self.generators else None)
-        lying = self._manual(NOTHING_TRAINED, self._abstract_constants()._replace(routing=None))
-        executor = self._executor(self.sizes.evaluation, stage_functions, lying)
+        manual_axes = self._manual_axes(
+            NOTHING_TRAINED, self._abstract_constants()._replace(routing=None)
+        )
+        executor = self._executor(self.sizes.evaluation, stage_functions, manual_axes)
         out = executor(table, stage_functions.inputs(params, rows, constants, NOTHING_TRAINED))
         return jax.tree.map(
             jnp.add,
             evaluated,
-            Evaluated(self._sums(out.sums), _failed(rows, stage_functions)),
+            Evaluated(self._sums_by_rank(out.sums), _count_failed(rows, stage_functions)),
         )
 
     def _executor(
@@ -361,7 +363,7 @@ class StagedPrograms(Programs):
         classes = {name: phase.classes for name, phase in self.spec.phases.items()}
         return StageFunctions(self.functions, self._row_axes, self.stage_layers, classes)
 
-    def _sums(self, by_component: tuple[Any, ...]) -> Sums:
+    def _sums_by_rank(self, by_component: tuple[Any, ...]) -> Sums:
         """Sums [N] over all ranks, by component, as `Sums` [R, N] with all on the first rank."""
         sums_by_phase = dict(zip(self.spec.phases, by_component, strict=True))
         ranks = self.layouts[LANGUAGE].ranks
@@ -388,7 +390,7 @@ class StagedPrograms(Programs):
         used = {axis for layout in self.layouts.values() for axis in row_axes(layout)}
         return tuple(axis for axis in self.mesh.axis_names if axis in used and axis != STAGE)
 
-    def _manual(self, trainable: Trainable, constants: LossConstants) -> ManualAxes:
+    def _manual_axes(self, trainable: Trainable, constants: LossConstants) -> ManualAxes:
         """How the executor's inputs are split over stages and axes of rows; `constants`: shapes."""
         axes = {STAGE, *self._row_axes}
         params = self._gathered_params()
@@ -409,7 +411,9 @@ class StagedPrograms(Programs):
     # ------------------------------------------------------------------ shapes
 
     def _abstract_params(self) -> Any:
-        return self._on_layers(self._gathered_params(), lambda _, leaf: leaf, self._over_stages)
+        return self._map_layers(
+            self._gathered_params(), lambda _, leaf: leaf, self._split_over_stages
+        )
 
     def _gathered_params(self) -> Any:
         """Shapes of parameters as the executor uses them: on all stages, if outside the layers."""
@@ -419,12 +423,12 @@ class StagedPrograms(Programs):
             shape = (*layers.index.shape, *leaf.shape[1:])
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
 
-        return self._on_layers(self.functions.model.abstract(self.param_dtype), staged)
+        return self._map_layers(self.functions.model.abstract(self.param_dtype), staged)
 
     def _abstract_constants(self) -> LossConstants:
         """Shapes of the constants of training."""
-        drawn = self._scalar() if self.generators else None
-        return LossConstants(self._scalar(), self._abstract_routing(), drawn)
+        drawn = self._scalar_shape() if self.generators else None
+        return LossConstants(self._scalar_shape(), self._abstract_routing(), drawn)
 
     def _abstract_rows(self, formats: Mapping[str, RowFormat]) -> dict[str, Any]:
         rows: dict[str, Any] = {}
@@ -448,15 +452,19 @@ class StagedPrograms(Programs):
                     row = abstract_language_rows(layout, capacity, max_segments, block, windows)
                 else:
                     row = abstract_encoder_rows(layout, capacity, formats[phase], block, windows)
-                of_classes.append(jax.tree.map(partial(_stacked, row_count), row))
+                of_classes.append(jax.tree.map(partial(_stacked_shape, row_count), row))
             rows[phase] = tuple(of_classes)
         return rows
 
     def _abstract_table(self, pipeline: PipelineSpec) -> TableArrays:
         tables = pipeline.tables
         shape: Any = (tables.ticks, tables.ring.stages, len(tables.columns))
-        wire_active = self._replicated((tables.ticks, len(tables.wires)), np.int32)
-        arrays: Any = (self._replicated(shape, np.int32), wire_active, self._scalar(np.int32))
+        wire_active = self._replicated_shape((tables.ticks, len(tables.wires)), np.int32)
+        arrays: Any = (
+            self._replicated_shape(shape, np.int32),
+            wire_active,
+            self._scalar_shape(np.int32),
+        )
         return TableArrays(*arrays)
 
     # ------------------------------------------------------------------ transfer
@@ -507,7 +515,7 @@ class StagedPrograms(Programs):
         )
 
 
-def _failed(rows: Mapping[str, Any], stage_functions: StageFunctions) -> jax.Array:
+def _count_failed(rows: Mapping[str, Any], stage_functions: StageFunctions) -> jax.Array:
     """Media items of all rows that could not be decoded."""
     return sum(
         (
@@ -528,12 +536,12 @@ def _put_stacked(local: int, leaf: Any, *microbatches: np.ndarray) -> jax.Array:
     return put_ranks(stack, leaf.sharding, ranks, axis=1)
 
 
-def _stacked(count: int, leaf: Any) -> Any:
+def _stacked_shape(count: int, leaf: Any) -> Any:
     """The shape of `count` arrays like `leaf`, stacked along a new first axis."""
     sharding = NamedSharding(leaf.sharding.mesh, P(None, *leaf.sharding.spec))
     return jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype, sharding=sharding)
 
 
-def _size(count: float) -> str:
+def _size_text(count: float) -> str:
     """A number of bytes as text, in GB or MB."""
     return f"{count / 1e9:.3g} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"
