@@ -30,10 +30,10 @@ RANKS = ("rank",)  # logical axes of [R, ...]
 
 def gather_parts(x: jax.Array, axes: Sequence[str], axis: int = 1) -> jax.Array:
     """Inside shard_map: the parts of `x` end to end along `axis`, in the order of the mesh axes."""
-    return jax.lax.all_gather(x, tuple(axes), axis=axis, tiled=True) if _split(axes) else x
+    return jax.lax.all_gather(x, tuple(axes), axis=axis, tiled=True) if _is_split(axes) else x
 
 
-def _split(axes: Sequence[str]) -> bool:
+def _is_split(axes: Sequence[str]) -> bool:
     """Inside shard_map: whether there is more than one device along the axes."""
     return bool(axes) and jax.lax.axis_size(tuple(axes)) > 1
 
@@ -50,7 +50,7 @@ def take_slots(layout: Layout, x: jax.Array, slots: jax.Array) -> jax.Array:
     """
     axes = layout.mesh_axes("sequence")
     if layout.span > 1 or not axes:
-        return _copied(layout, by_rank(layout, permute(layout, x, slots)))
+        return _divide_gradient(layout, by_rank(layout, permute(layout, x, slots)))
 
     def on_device(x: jax.Array, slots: jax.Array) -> jax.Array:
         return jnp.take_along_axis(gather_parts(x, axes), slots[..., None], axis=1)
@@ -58,11 +58,11 @@ def take_slots(layout: Layout, x: jax.Array, slots: jax.Array) -> jax.Array:
     rank_slots = layout.local(
         on_device, in_axes=(("batch", "sequence"), ("batch",)), out_axes=("batch",)
     )(x, slots)
-    return _copied(layout, rank_slots)
+    return _divide_gradient(layout, rank_slots)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _copied(layout: Layout, x: jax.Array) -> jax.Array:
+def _divide_gradient(layout: Layout, x: jax.Array) -> jax.Array:
     """x, of which all devices of a rank hold a copy, in code that is manual over these devices.
 
     Each copy receives the gradient of all copies, and must return only its share of it: shard_map
@@ -71,16 +71,16 @@ def _copied(layout: Layout, x: jax.Array) -> jax.Array:
     return x
 
 
-def _copied_forward(layout: Layout, x: jax.Array) -> tuple[jax.Array, None]:
+def _divide_gradient_forward(layout: Layout, x: jax.Array) -> tuple[jax.Array, None]:
     return x, None
 
 
-def _copied_backward(layout: Layout, _: None, d_x: jax.Array) -> tuple[jax.Array]:
+def _divide_gradient_backward(layout: Layout, _: None, d_x: jax.Array) -> tuple[jax.Array]:
     copies = (layout.mesh.shape[axis] for axis in layout.part_axes if axis in layout.manual_axes)
     return (d_x / math.prod(copies),)
 
 
-_copied.defvjp(_copied_forward, _copied_backward)
+_divide_gradient.defvjp(_divide_gradient_forward, _divide_gradient_backward)
 
 
 def by_rank(layout: Layout, x: jax.Array) -> jax.Array:
@@ -143,9 +143,9 @@ def permute(layout: Layout, x: Any, index: jax.Array) -> Any:
     axes = layout.mesh_axes("sequence")
 
     def on_device(x: Any, index: jax.Array) -> Any:
-        return jax.tree.map(lambda leaf: _of_rows(gather_parts(leaf, axes), index), x)
+        return jax.tree.map(lambda leaf: _take_by_row(gather_parts(leaf, axes), index), x)
 
-    return _permuted(layout, on_device, x, index)
+    return _run_on_devices(layout, on_device, x, index)
 
 
 def permute_back(layout: Layout, y: Any, index: jax.Array) -> Any:
@@ -154,25 +154,25 @@ def permute_back(layout: Layout, y: Any, index: jax.Array) -> Any:
 
     def on_device(y: Any, index: jax.Array) -> Any:
         # Made for whole rows; each device needs only the slots that it holds itself
-        inverse = jax.vmap(_inverse)(gather_parts(index, axes))
+        inverse = jax.vmap(_inverse_permutation)(gather_parts(index, axes))
         first_slot = jax.lax.axis_index(axes) * index.shape[1] if axes else 0
         held = jax.lax.dynamic_slice_in_dim(inverse, first_slot, index.shape[1], axis=1)
-        return jax.tree.map(lambda leaf: _of_rows(gather_parts(leaf, axes), held), y)
+        return jax.tree.map(lambda leaf: _take_by_row(gather_parts(leaf, axes), held), y)
 
-    return _permuted(layout, on_device, y, index)
+    return _run_on_devices(layout, on_device, y, index)
 
 
-def _of_rows(x: jax.Array, slots: jax.Array) -> jax.Array:
+def _take_by_row(x: jax.Array, slots: jax.Array) -> jax.Array:
     """x[row, slots[row]] for every row."""
     return jax.vmap(lambda of_row, slots: of_row[slots])(x, slots)
 
 
-def _inverse(permutation: jax.Array) -> jax.Array:
+def _inverse_permutation(permutation: jax.Array) -> jax.Array:
     slots = jnp.arange(permutation.size, dtype=permutation.dtype)
     return jnp.zeros_like(permutation).at[permutation].set(slots, unique_indices=True)
 
 
-def _permuted(
+def _run_on_devices(
     layout: Layout, on_device: Callable[[Any, jax.Array], Any], x: Any, index: jax.Array
 ) -> Any:
     leaves = jax.tree.map(lambda _: SLOTS, x)
@@ -210,12 +210,12 @@ def gathered_attention(
       axes: mesh axes that rows are split over; without any, or with one device along them, nothing
         is gathered.
     """
-    if not _split(axes):
+    if not _is_split(axes):
         return attend(q, k, v)
     groups = _head_groups(k, axes)
     queries, keys, values = (jnp.split(x, groups, axis=2) for x in (q, k, v))
     outs: list[Any] = []
-    ready = _gathered(keys[0], values[0], block, axes)
+    ready = _gather_keys_values(keys[0], values[0], block, axes)
     for group in range(groups):
         k_all, v_all = ready
         if group + 1 < groups:
@@ -224,7 +224,7 @@ def gathered_attention(
             # gather waits for the attention of the group before the current one.
             if outs:
                 following = jax.lax.optimization_barrier((following, outs[-1]))[0]
-            ready = _gathered(*following, block, axes)
+            ready = _gather_keys_values(*following, block, axes)
         outs.append(attend(queries[group], k_all, v_all))
     return jax.tree.map(lambda *of_groups: jnp.concatenate(of_groups, axis=2), *outs)
 
@@ -236,7 +236,7 @@ def _head_groups(k: jax.Array, axes: Sequence[str]) -> int:
     return next(n for n in range(max_groups, 0, -1) if k.shape[2] % n == 0)
 
 
-def _gathered(
+def _gather_keys_values(
     k: jax.Array, v: jax.Array, block: int, axes: Sequence[str]
 ) -> tuple[jax.Array, jax.Array]:
     """Keys and values of all parts, [1, C, G, K] each, in one collective; their gradients likewise.

@@ -67,11 +67,11 @@ class LayoutPair:
     def grid(self) -> tuple[np.ndarray, np.ndarray]:
         """Rank numbers on the grid of devices: encoder int32 [A, E], language int32 [A, L]."""
         return (
-            self._ranks(self.encoder.batch_axes, self.encoder_only),
-            self._ranks(self.language.batch_axes, self.language_only),
+            self._rank_grid(self.encoder.batch_axes, self.encoder_only),
+            self._rank_grid(self.language.batch_axes, self.language_only),
         )
 
-    def _ranks(self, batch_axes: tuple[str, ...], own_axes: tuple[str, ...]) -> np.ndarray:
+    def _rank_grid(self, batch_axes: tuple[str, ...], own_axes: tuple[str, ...]) -> np.ndarray:
         sizes = [self.mesh.shape[axis] for axis in batch_axes]
         ranks = np.arange(math.prod(sizes), dtype=np.int32).reshape(sizes)
         # Shared axes come first, in the same order, so row a of both grids is the same devices.

@@ -23,7 +23,7 @@ import numpy as np
 from jax.extend import core
 
 Tree = Any
-_CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2", "remat")
+_CALL_PRIMITIVES = ("jit", "pjit", "closed_call", "checkpoint", "remat2", "remat")
 
 
 class Params(NamedTuple):
@@ -102,14 +102,14 @@ class LayerGradient:
             x,
             row,
         )
-        self._depends = self._passes.depends_on(1)
-        self.residuals = _chosen(self._passes.leaves, self._depends)
+        self._depends_on_x = self._passes.depends_on(1)
+        self.residuals = _select(self._passes.leaves, self._depends_on_x)
         # For each residual: the leaf of x that it is, or None
-        self.of_x = _chosen(self._passes.numbers_in(1), self._depends)
+        self.of_x = _select(self._passes.numbers_in(1), self._depends_on_x)
 
     def forward(self, params: Params, x: Tree, row: Tree) -> tuple[Tree, tuple[jax.Array, ...]]:
         """y and the residuals that depend on x."""
-        return self._passes.forward(self._depends, params, x, row)
+        return self._passes.forward(self._depends_on_x, params, x, row)
 
     @property
     def keeps_input_alone(self) -> bool:
@@ -132,7 +132,7 @@ class LayerGradient:
         """Gradients of the trained parameters and of x. Leaves of dy for integers are not read."""
         # Shapes of x are enough: nothing that is computed again depends on x
         result: tuple[Tree, Tree] = self._passes.backward(
-            self._depends, residuals, dy, params, self._x, row
+            self._depends_on_x, residuals, dy, params, self._x, row
         )
         return result
 
@@ -146,7 +146,7 @@ class SplitGradient:
     """The equations of a layer's backward pass in two halves: those that dx needs, and the rest."""
 
     def __init__(self, gradient: LayerGradient, params: Params, row: Tree, dy: Tree):
-        closed = _inline(gradient.backward, params, row, gradient.residuals, dy)
+        closed = _trace_inlined(gradient.backward, params, row, gradient.residuals, dy)
         jaxpr = closed.jaxpr
         # Inputs are parameters and row, then residuals and dy; outputs are gradients of the trained
         # parameters, then of x.
@@ -156,12 +156,12 @@ class SplitGradient:
         inputs = jaxpr.outvars[trained:]
         self._trained = jax.tree.structure(params.trained)
         self._x = jax.tree.structure(dy)
-        input_eqns = _needed(jaxpr.eqns, inputs)
+        input_eqns = _needed_equations(jaxpr.eqns, inputs)
         # The variables known once the input half is done, from which the weight half may start
         early = {*jaxpr.invars[known:], *(var for eqn in input_eqns for var in eqn.outvars)}
         # Variables that depend on parameters and row alone are computed twice rather than stored.
-        early &= _reached(jaxpr, jaxpr.invars[known:])
-        weight_eqns = _needed(jaxpr.eqns, weights, stop=early)
+        early &= _dependent_variables(jaxpr, jaxpr.invars[known:])
+        weight_eqns = _needed_equations(jaxpr.eqns, weights, stop=early)
         # The input half may have made a weight's gradient itself, which is then stored as it is.
         reads = _variables(var for eqn in weight_eqns for var in eqn.invars) | _variables(weights)
         ordered = [*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
@@ -169,8 +169,8 @@ class SplitGradient:
         self.pending = tuple(
             jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in pending
         )
-        self._input_half = _function(closed, input_eqns, jaxpr.invars, [*inputs, *pending])
-        self._weight_half = _function(
+        self._input_half = _as_function(closed, input_eqns, jaxpr.invars, [*inputs, *pending])
+        self._weight_half = _as_function(
             closed,
             weight_eqns,
             [*jaxpr.invars[:known], *pending],
@@ -199,8 +199,8 @@ class SplitGradient:
 
 def used_leaves(function: Callable[..., Any], tree: Tree, *others: Tree) -> list[bool]:
     """For each leaf of `tree`: whether the results of function(tree, *others) depend on it."""
-    jaxpr = _inline(function, tree, *others).jaxpr
-    eqns = _needed(jaxpr.eqns, jaxpr.outvars)
+    jaxpr = _trace_inlined(function, tree, *others).jaxpr
+    eqns = _needed_equations(jaxpr.eqns, jaxpr.outvars)
     reads = _variables(var for eqn in eqns for var in eqn.invars) | _variables(jaxpr.outvars)
     return [var in reads for var in jaxpr.invars[: len(jax.tree.leaves(tree))]]
 
@@ -222,15 +222,15 @@ class _Linearized:
         closed, (self.y, vjp) = jax.make_jaxpr(function, return_shape=True)(
             *jax.tree.map(_shape, args)
         )
-        leaves, self._vjp = jax.tree.flatten(vjp)
+        leaves, self._vjp_tree = jax.tree.flatten(vjp)
         self.leaves = tuple(map(_shape, leaves))
-        self._inputs = [len(jax.tree.leaves(tree)) for tree in args]
+        self._leaf_counts = [len(jax.tree.leaves(tree)) for tree in args]
         # Calls are inlined: one that reads an argument may also compute values independent of it
-        self._closed = _inlined(closed)
+        self._closed = _inline_calls(closed)
 
     def _input_vars(self, argument: int) -> list[Any]:
-        begin = sum(self._inputs[:argument])
-        return self._closed.jaxpr.invars[begin : begin + self._inputs[argument]]
+        begin = sum(self._leaf_counts[:argument])
+        return self._closed.jaxpr.invars[begin : begin + self._leaf_counts[argument]]
 
     @property
     def _leaf_vars(self) -> list[Any]:
@@ -239,7 +239,7 @@ class _Linearized:
 
     def depends_on(self, argument: int) -> list[bool]:
         """For each leaf of the backward pass: whether it depends on the argument of this number."""
-        reached = _reached(self._closed.jaxpr, self._input_vars(argument))
+        reached = _dependent_variables(self._closed.jaxpr, self._input_vars(argument))
         return [isinstance(var, core.Var) and var in reached for var in self._leaf_vars]
 
     def numbers_in(self, argument: int) -> list[int | None]:
@@ -250,7 +250,7 @@ class _Linearized:
     def forward(self, kept: Sequence[bool], *args: Tree) -> tuple[Tree, tuple[jax.Array, ...]]:
         """y and the residuals."""
         y_count = len(jax.tree.leaves(self.y))
-        outputs = self._computed([True] * y_count + list(kept), args)
+        outputs = self._compute([True] * y_count + list(kept), args)
         y = jax.tree.unflatten(jax.tree.structure(self.y), outputs[:y_count])
         return y, tuple(outputs[y_count:])
 
@@ -259,24 +259,24 @@ class _Linearized:
     ) -> Any:
         """The result of the backward pass for dy: from the residuals, and leaves computed again."""
         y_count = len(jax.tree.leaves(self.y))
-        again = iter(self._computed([False] * y_count + [not is_kept for is_kept in kept], args))
+        again = iter(self._compute([False] * y_count + [not is_kept for is_kept in kept], args))
         kept_residuals = iter(residuals)
         leaves = [next(kept_residuals) if is_kept else next(again) for is_kept in kept]
-        gradients = jax.tree.map(lambda d, y: d if _is_real(y) else _no_gradient(y), dy, self.y)
-        return jax.tree.unflatten(self._vjp, leaves)(gradients)
+        gradients = jax.tree.map(lambda d, y: d if _is_real(y) else _zero_gradient(y), dy, self.y)
+        return jax.tree.unflatten(self._vjp_tree, leaves)(gradients)
 
-    def _computed(self, wanted: Sequence[bool], args: tuple[Tree, ...]) -> list[jax.Array]:
+    def _compute(self, wanted: Sequence[bool], args: tuple[Tree, ...]) -> list[jax.Array]:
         """The wanted outputs of the traced function, run without the equations they do not need."""
         jaxpr = self._closed.jaxpr
-        outputs = _chosen(jaxpr.outvars, wanted)
-        eqns = _needed(jaxpr.eqns, outputs)
+        outputs = _select(jaxpr.outvars, wanted)
+        eqns = _needed_equations(jaxpr.eqns, outputs)
         read = _variables(var for eqn in eqns for var in eqn.invars) | _variables(outputs)
         leaves = zip(jaxpr.invars, jax.tree.leaves(args), strict=True)
         inputs = {var: leaf for var, leaf in leaves if var in read}
-        return _function(self._closed, eqns, list(inputs), outputs)(*inputs.values())
+        return _as_function(self._closed, eqns, list(inputs), outputs)(*inputs.values())
 
 
-def _chosen(leaves: Sequence[Any], choice: Sequence[bool]) -> tuple[Any, ...]:
+def _select(leaves: Sequence[Any], choice: Sequence[bool]) -> tuple[Any, ...]:
     return tuple(leaf for leaf, chosen in zip(leaves, choice, strict=True) if chosen)
 
 
@@ -284,7 +284,7 @@ def _is_real(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
-def _no_gradient(leaf: Any) -> Any:
+def _zero_gradient(leaf: Any) -> Any:
     """Zeros of the type that JAX accepts as the gradient of integers."""
     return np.zeros(leaf.shape, jax.dtypes.float0)
 
@@ -300,7 +300,7 @@ def _variables(atoms: Iterable[Any]) -> set[Any]:
     return {atom for atom in atoms if isinstance(atom, core.Var)}
 
 
-def _reached(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
+def _dependent_variables(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
     """The variables that depend on `sources`, with the sources themselves."""
     reached = set(sources)
     for eqn in jaxpr.eqns:
@@ -309,7 +309,9 @@ def _reached(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
     return reached
 
 
-def _needed(eqns: Sequence[Any], targets: Iterable[Any], stop: Set[Any] = frozenset()) -> list[Any]:
+def _needed_equations(
+    eqns: Sequence[Any], targets: Iterable[Any], stop: Set[Any] = frozenset()
+) -> list[Any]:
     """The equations that `targets` need, in order; the variables in `stop` count as known."""
     needed = _variables(targets) - stop
     backwards = []
@@ -320,7 +322,7 @@ def _needed(eqns: Sequence[Any], targets: Iterable[Any], stop: Set[Any] = frozen
     return backwards[::-1]
 
 
-def _function(
+def _as_function(
     closed: Any,
     eqns: Sequence[Any],
     inputs: Sequence[Any],
@@ -340,18 +342,18 @@ def _function(
     return core.jaxpr_as_fun(core.ClosedJaxpr(selected, closed.consts))
 
 
-def _inline(function: Callable[..., Any], *args: Tree) -> Any:
+def _trace_inlined(function: Callable[..., Any], *args: Tree) -> Any:
     """The closed jaxpr of a function of pytrees, with calls replaced by what they call."""
-    return _inlined(jax.make_jaxpr(function)(*args))
+    return _inline_calls(jax.make_jaxpr(function)(*args))
 
 
-def _inlined(closed: Any) -> Any:
+def _inline_calls(closed: Any) -> Any:
     """A closed jaxpr with calls replaced by what they call."""
 
     def run(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arrays], strict=True))
         for eqn in jaxpr.eqns:
-            inner = eqn.params.get("jaxpr") if eqn.primitive.name in _CALLS else None
+            inner = eqn.params.get("jaxpr") if eqn.primitive.name in _CALL_PRIMITIVES else None
             arguments = [_value(atom, values) for atom in eqn.invars]
             if inner is None:
                 inputs = list(
@@ -361,7 +363,9 @@ def _inlined(closed: Any) -> Any:
                 # Running the equation by itself adds it to the jaxpr that is being traced here.
                 # Constants that it reads are inputs like all others.
                 alone = core.ClosedJaxpr(jaxpr.replace(constvars=[]), [])
-                results = _function(alone, [eqn], inputs, outputs)(*(values[var] for var in inputs))
+                results = _as_function(alone, [eqn], inputs, outputs)(
+                    *(values[var] for var in inputs)
+                )
                 values.update(zip(outputs, results, strict=True))
             elif isinstance(inner, core.ClosedJaxpr):
                 values.update(

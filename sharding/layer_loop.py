@@ -72,15 +72,15 @@ def run_layers(
         plain: list[Parameter], totals: list[Any], x: Tree, of_layers: Tree, of_all: Tree
     ) -> tuple[Tree, Tree]:
         def step(x: Tree, of_layer: tuple[list[Parameter], Tree]) -> tuple[Tree, Tree]:
-            plain, own = _as_it_lies(layout, of_layer)
+            plain, own = _in_memory_order(layout, of_layer)
             return run_layer(plain, x, own, of_all)
 
         return jax.lax.scan(step, x, (plain, of_layers))
 
     def forward(*primals: Tree) -> tuple[tuple[Tree, Tree], Callable[..., Any]]:
         plain, totals, x, of_layers, of_all = jax.tree.map(lambda primal: primal.value, primals)
-        trained, read = (_Asked.of(primals[argument]) for argument in (0, 4))
-        passes = _Passes(layout, run_layer, trained, read, plain, x, of_layers, of_all)
+        trained, read = (_AskedLeaves.of(primals[argument]) for argument in (0, 4))
+        passes = _LoopPasses(layout, run_layer, trained, read, plain, x, of_layers, of_all)
         results, residuals = passes.forward(plain, x, of_layers, of_all)
         # A forward rule must return its residuals as a tree of arrays, such as a Partial, whose
         # leaves are those of its arguments.
@@ -94,14 +94,14 @@ def run_layers(
     return results
 
 
-class _Asked(NamedTuple):
+class _AskedLeaves(NamedTuple):
     """Which leaves of a tree need gradients."""
 
     tree: Any  # the tree's structure
     flags: Sequence[bool]
 
     @classmethod
-    def of(cls, primals: Tree) -> _Asked:
+    def of(cls, primals: Tree) -> _AskedLeaves:
         """Read from the primals that a `custom_vjp` with symbolic zeros gives its forward rule."""
         leaves, tree = jax.tree.flatten(primals)
         return cls(tree, [leaf.perturbed for leaf in leaves])
@@ -122,7 +122,7 @@ class _Asked(NamedTuple):
         )
 
 
-class _Passes:
+class _LoopPasses:
     """The forward and the backward pass of the loop.
 
     Leaves of `of_all` that need gradients are inputs of a layer like x, but no layer returns them:
@@ -133,8 +133,8 @@ class _Passes:
         self,
         layout: Layout,
         layer: Layer,
-        trained: _Asked,
-        read: _Asked,
+        trained: _AskedLeaves,
+        read: _AskedLeaves,
         plain: list[Parameter],
         x: Tree,
         of_layers: Tree,
@@ -142,18 +142,18 @@ class _Passes:
     ):
         self._trained = trained
         self._read = read
-        self._as_it_lies = partial(_as_it_lies, layout)
+        self._in_memory_order = partial(_in_memory_order, layout)
 
         def parted_layer(params: Params, inputs: tuple[Tree, Any], rows: Any) -> tuple[Tree, Tree]:
             (x, asked), (own, unasked) = inputs, rows
             return layer(trained.joined(*params), x, own, read.joined(asked, unasked))
 
-        params, own = jax.tree.map(_of_one_layer, (trained.parted(plain), of_layers))
+        params, own = jax.tree.map(_layer_shape, (trained.parted(plain), of_layers))
         asked, unasked = read.parted(of_all)
         self._gradient = LayerGradient(parted_layer, params, (x, asked), (own, unasked))
         # For each residual: the leaf of `asked` that it is, or None. The leaves of x come first.
         x_leaves = len(jax.tree.leaves(x))
-        self._of_all = [
+        self._asked_leaf_of = [
             None if leaf is None or leaf < x_leaves else leaf - x_leaves
             for leaf in self._gradient.of_x
         ]
@@ -165,9 +165,9 @@ class _Passes:
         asked, unasked = self._read.parted(of_all)
 
         def step(x: Tree, of_layer: tuple[Params, Tree]) -> tuple[Tree, Any]:
-            params, own = self._as_it_lies(of_layer)
+            params, own = self._in_memory_order(of_layer)
             (x, out), residuals = self._gradient.forward(params, (x, asked), (own, unasked))
-            pairs = zip(residuals, self._of_all, strict=True)
+            pairs = zip(residuals, self._asked_leaf_of, strict=True)
             return x, (out, [residual for residual, leaf in pairs if leaf is None])
 
         x, (outs, residuals) = jax.lax.scan(step, x, (self._trained.parted(plain), of_layers))
@@ -188,19 +188,19 @@ class _Passes:
 
         def step(carry: tuple[Tree, Tree, list[Any]], of_layer: Any) -> tuple[Any, list[Any]]:
             dx, d_asked, sums = carry
-            layer_number, params, own, layer_residuals, d_out = self._as_it_lies(of_layer)
+            layer_number, params, own, layer_residuals, d_out = self._in_memory_order(of_layer)
             leaves, (dx, d_read) = self._gradient.backward(
-                params, (own, unasked), self._residuals(layer_residuals, asked), (dx, d_out)
+                params, (own, unasked), self._all_residuals(layer_residuals, asked), (dx, d_out)
             )
             d_asked = jax.tree.map(jnp.add, d_asked, d_read)
             gradients = jax.tree.unflatten(self._trained.tree, leaves)
             pairs = list(zip(sums, gradients, strict=True))
             added = [
-                None if total is None else self._with_added(total, layer_number, gradient)
+                None if total is None else self._add_gradient(total, layer_number, gradient)
                 for total, gradient in pairs
             ]
-            alone = [gradient if total is None else None for total, gradient in pairs]
-            return (dx, d_asked, added), alone
+            unsummed = [gradient if total is None else None for total, gradient in pairs]
+            return (dx, d_asked, added), unsummed
 
         # Where each device has a sum of its own, a total has a leading axis of length 1.
         sums = [
@@ -208,27 +208,29 @@ class _Passes:
             for parameter, total in zip(plain, totals, strict=True)
         ]
         layer_numbers = np.arange(len(jax.tree.leaves(plain)[0]))
-        dx, d_outs = jax.tree.map(_instantiated, (dx, d_outs))
+        dx, d_outs = jax.tree.map(_gradient_array, (dx, d_outs))
         layers = layer_numbers, self._trained.parted(plain), of_layers, residuals, d_outs
         carry = dx, jax.tree.map(jnp.zeros_like, asked), sums
-        (dx, d_asked, sums), alone = jax.lax.scan(step, carry, layers, reverse=True)
+        (dx, d_asked, sums), unsummed = jax.lax.scan(step, carry, layers, reverse=True)
         d_totals = jax.tree.map(lambda total, new: new.reshape(total.shape), totals, sums)
-        return alone, d_totals, dx, None, jax.tree.unflatten(self._read.tree, d_asked)
+        return unsummed, d_totals, dx, None, jax.tree.unflatten(self._read.tree, d_asked)
 
-    def _with_added(self, total: jax.Array, number: jax.Array, gradient: Any) -> jax.Array:
+    def _add_gradient(self, total: jax.Array, number: jax.Array, gradient: Any) -> jax.Array:
         """The sums of all layers, with the gradient of layer `number` added."""
         layer_total = jax.lax.dynamic_index_in_dim(total, number, keepdims=False)
-        layer_total += self._as_it_lies(differentiated(gradient).astype(total.dtype))
+        layer_total += self._in_memory_order(differentiated(gradient).astype(total.dtype))
         return jax.lax.dynamic_update_index_in_dim(total, layer_total, number, 0)
 
-    def _residuals(self, kept: Sequence[jax.Array], asked: Sequence[Any]) -> list[jax.Array]:
+    def _all_residuals(self, kept: Sequence[jax.Array], asked: Sequence[Any]) -> list[jax.Array]:
         """All residuals of a layer: those kept for it, and those that are leaves of `asked`."""
         layer_residuals = iter(kept)
         leaves = jax.tree.leaves(asked)
-        return [next(layer_residuals) if leaf is None else leaves[leaf] for leaf in self._of_all]
+        return [
+            next(layer_residuals) if leaf is None else leaves[leaf] for leaf in self._asked_leaf_of
+        ]
 
 
-def _as_it_lies(layout: Layout, of_layer: Tree) -> Tree:
+def _in_memory_order(layout: Layout, of_layer: Tree) -> Tree:
     """One layer's part of arrays that are stored for all layers; on GPUs its dimensions keep the
     order that they have in memory there.
 
@@ -250,11 +252,11 @@ def _as_it_lies(layout: Layout, of_layer: Tree) -> Tree:
     )
 
 
-def _of_one_layer(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+def _layer_shape(leaf: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
 
 
-def _instantiated(gradient: Any) -> Any:
+def _gradient_array(gradient: Any) -> Any:
     """The gradient as an array: zeros where JAX knows that it is zero; for integers, which have no
     gradient, an array that nothing reads."""
     if gradient.dtype == jax.dtypes.float0:

@@ -64,7 +64,7 @@ def row_axes(layout: Layout) -> tuple[str, ...]:
 
 def replica_axes(layout: Layout, sharding: NamedSharding) -> tuple[str, ...]:
     """Mesh axes along which devices have different rows but the same shard of a parameter."""
-    split = {axis for axes in sharding.spec if axes for axis in _tuple(axes)}
+    split = {axis for axes in sharding.spec if axes for axis in _axes_tuple(axes)}
     sizes = layout.mesh.shape
     return tuple(axis for axis in row_axes(layout) if sizes[axis] > 1 and axis not in split)
 
@@ -90,8 +90,8 @@ def whole_sum(layout: Layout, leaf: Any, axes: Axes, dtype: Any) -> jax.ShapeDty
     Args:
       layout: the layout inside `map_rows`.
     """
-    shape = (math.prod(layout.mesh.shape[axis] for axis in _row_devices(layout)), *leaf.shape)
-    spec = P(_row_devices(layout), *layout.spec(kept_axes(axes)))
+    shape = (math.prod(layout.mesh.shape[axis] for axis in _manual_split_axes(layout)), *leaf.shape)
+    spec = P(_manual_split_axes(layout), *layout.spec(kept_axes(axes)))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(leaf.sharding.mesh, spec))
 
 
@@ -106,7 +106,7 @@ def map_rows(
       arguments: shapes and shardings of the whole arguments.
       results: shapes and shardings of the whole results.
     """
-    return _mapped(layout, function, arguments, _specs(row_axes(layout), results))
+    return _map_devices(layout, function, arguments, _restricted_specs(row_axes(layout), results))
 
 
 def results_of_devices(layout: Layout, function: Callable[..., Any], arguments: Any) -> Any:
@@ -117,11 +117,11 @@ def results_of_devices(layout: Layout, function: Callable[..., Any], arguments: 
     sharding = NamedSharding(layout.mesh, spec)
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        jax.eval_shape(_mapped(layout, function, arguments, spec), *arguments),
+        jax.eval_shape(_map_devices(layout, function, arguments, spec), *arguments),
     )
 
 
-def _mapped(
+def _map_devices(
     layout: Layout, function: Callable[..., Any], arguments: Any, out_specs: Any
 ) -> Callable[..., Any]:
     axes = row_axes(layout)
@@ -130,14 +130,14 @@ def _mapped(
     return jax.shard_map(
         function,
         mesh=layout.mesh,
-        in_specs=_specs(axes, tuple(arguments)),
+        in_specs=_restricted_specs(axes, tuple(arguments)),
         out_specs=out_specs,
         axis_names=set(axes),
         check_vma=False,
     )
 
 
-def _specs(axes: tuple[str, ...], tree: Any) -> Any:
+def _restricted_specs(axes: tuple[str, ...], tree: Any) -> Any:
     """Partition specs of abstract arrays, restricted to some of the mesh's axes."""
 
     return jax.tree.map(lambda leaf: kept_spec(leaf.sharding.spec, axes), tree)
@@ -145,7 +145,7 @@ def _specs(axes: tuple[str, ...], tree: Any) -> Any:
 
 def kept_spec(spec: P, axes: Collection[str]) -> P:
     """A partition spec restricted to some of the mesh's axes."""
-    dimensions = (tuple(axis for axis in _tuple(names) if axis in axes) for names in spec)
+    dimensions = (tuple(axis for axis in _axes_tuple(names) if axis in axes) for names in spec)
     return P(*(dimension or None for dimension in dimensions))
 
 
@@ -154,7 +154,7 @@ def is_split(layout: Layout, axes: Axes) -> bool:
     hold parts of a parameter that each gathers whole. False for experts: each keeps its own."""
     split, kept = (
         {axis for names in dimensions for axis in names if layout.mesh.shape[axis] > 1}
-        for dimensions in (_shards_here(layout, axes), map(layout.mesh_axes, kept_axes(axes)))
+        for dimensions in (_gather_axes(layout, axes), map(layout.mesh_axes, kept_axes(axes)))
     )
     return bool(split) and not kept & layout.manual_axes
 
@@ -162,7 +162,7 @@ def is_split(layout: Layout, axes: Axes) -> bool:
 def deferred(layout: Layout, shard: jax.Array, axes: Axes, dtype: Any) -> Deferred:
     """A shard as a `Deferred` parameter, whose whole gradient has the type `dtype`."""
     shard_counts = (
-        math.prod(layout.mesh.shape[axis] for axis in names) for names in _shards_here(layout, axes)
+        math.prod(layout.mesh.shape[axis] for axis in names) for names in _gather_axes(layout, axes)
     )
     shape = tuple(length * n for length, n in zip(shard.shape, shard_counts, strict=True))
     return Deferred(shard, jnp.zeros(shape, dtype))
@@ -192,14 +192,14 @@ def reduced(
       dtype: type in which sums are sent to the shards, where the layout has narrow gradients.
     """
     inside = layout.inside(*rows)
-    devices = _row_devices(inside)
-    shards = _shards_here(inside, axes)
+    devices = _manual_split_axes(inside)
+    shards = _gather_axes(inside, axes)
     split = {axis for names in shards for axis in names}
     replicas = tuple(axis for axis in devices if axis not in split)
 
     def on_device(total: jax.Array) -> jax.Array:
         gradient = total[0].astype(dtype) if layout.narrow_gradients else total[0]
-        shard = _scattered(inside, axes, gradient).astype(total.dtype)
+        shard = _reduce_scatter(inside, axes, gradient).astype(total.dtype)
         return jax.lax.psum(shard, replicas) if replicas else shard
 
     # Manual along all axes: XLA's partitioner cannot copy between arrays manual along only some
@@ -222,9 +222,9 @@ def gathered(layout: Layout, weight: Parameter, axes: Axes, dtype: Any) -> jax.A
     least float32, because it is a sum over many devices, unless the layout has narrow gradients.
     """
     if isinstance(weight, Deferred):
-        return _gathered_alone(layout, axes, jnp.dtype(dtype), weight.stand_in.dtype, weight)
-    if any(_shards_here(layout, axes)):
-        return _gathered(layout, axes, jnp.dtype(dtype), weight.dtype, weight)
+        return _gather_deferred(layout, axes, jnp.dtype(dtype), weight.stand_in.dtype, weight)
+    if any(_gather_axes(layout, axes)):
+        return _gather_shard(layout, axes, jnp.dtype(dtype), weight.dtype, weight)
     return layout.constrain(weight.astype(dtype), kept_axes(axes))
 
 
@@ -237,31 +237,31 @@ def looked_up(
     exchange the results: neither the table nor its gradient is gathered. A row's gradient is
     summed in the type of the table, because that of a frequent row is a long sum.
     """
-    along_rows, names = _shards_here(layout, axes)
+    along_rows, names = _gather_axes(layout, axes)
     if along_rows or not names:
-        return _rows_of(gathered(layout, table, axes, table.dtype), rows).astype(dtype)
+        return _look_up_rows(gathered(layout, table, axes, table.dtype), rows).astype(dtype)
     if isinstance(table, Deferred):
-        table = _own_part(layout, axes, table.stand_in.dtype, table)
+        table = _deferred_shard(layout, axes, table.stand_in.dtype, table)
     # [F * R, C]: the rows of all F devices that hold parts of the width, in the devices' order
-    everyones = jax.lax.all_gather(rows, names, axis=0, tiled=True)
-    vectors = _rows_of(layout.constrain(table, kept_axes(axes)), everyones).astype(dtype)
-    return _returned(layout, names, vectors)
+    all_rows = jax.lax.all_gather(rows, names, axis=0, tiled=True)
+    vectors = _look_up_rows(layout.constrain(table, kept_axes(axes)), all_rows).astype(dtype)
+    return _return_rows(layout, names, vectors)
 
 
 @jax.custom_vjp
-def _rows_of(table: jax.Array, rows: jax.Array) -> jax.Array:
+def _look_up_rows(table: jax.Array, rows: jax.Array) -> jax.Array:
     """table[rows], with a gradient that is the same in every run: see `sorted_sums`."""
     return table[rows]
 
 
-def _rows_of_forward(
+def _look_up_rows_forward(
     table: jax.Array, rows: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     # The backward pass reads only the table's shape and type
     return table[rows], (table, rows)
 
 
-def _rows_of_backward(
+def _look_up_rows_backward(
     residuals: tuple[jax.Array, jax.Array], found: jax.Array
 ) -> tuple[jax.Array, None]:
     table, rows = residuals
@@ -272,7 +272,7 @@ def _rows_of_backward(
     return added, None
 
 
-_rows_of.defvjp(_rows_of_forward, _rows_of_backward)
+_look_up_rows.defvjp(_look_up_rows_forward, _look_up_rows_backward)
 
 
 def sorted_sums(nothing: jax.Array, rows: jax.Array, found: jax.Array) -> jax.Array:
@@ -315,13 +315,13 @@ def kept_axes(axes: Axes) -> Axes:
     return tuple(name if name in KEPT_AXES else None for name in axes)
 
 
-def _row_devices(layout: Layout) -> tuple[str, ...]:
+def _manual_split_axes(layout: Layout) -> tuple[str, ...]:
     """The manual axes that have more than one device."""
     sizes = layout.mesh.shape
     return tuple(axis for axis in sizes if axis in layout.manual_axes and sizes[axis] > 1)
 
 
-def _shards_here(layout: Layout, axes: Axes) -> list[tuple[str, ...]]:
+def _gather_axes(layout: Layout, axes: Axes) -> list[tuple[str, ...]]:
     """For each dimension of a parameter, the manual axes along which it must be gathered."""
     manual = layout.manual_axes
     return [
@@ -335,11 +335,11 @@ def _shards_here(layout: Layout, axes: Axes) -> list[tuple[str, ...]]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _gathered(
+def _gather_shard(
     layout: Layout, axes: Axes, dtype: Any, param_dtype: Any, shard: jax.Array
 ) -> jax.Array:
     def on_device(shard: jax.Array) -> jax.Array:
-        for dimension, names in enumerate(_shards_here(layout, axes)):
+        for dimension, names in enumerate(_gather_axes(layout, axes)):
             if names:
                 shard = jax.lax.all_gather(shard, names, axis=dimension, tiled=True)
         return shard
@@ -348,27 +348,27 @@ def _gathered(
     return layout.local(on_device, (kept_axes(axes),), kept_axes(axes))(shard.astype(dtype))
 
 
-def _gathered_forward(
+def _gather_shard_forward(
     layout: Layout, axes: Axes, dtype: Any, param_dtype: Any, shard: jax.Array
 ) -> tuple[jax.Array, None]:
-    return _gathered(layout, axes, dtype, param_dtype, shard), None
+    return _gather_shard(layout, axes, dtype, param_dtype, shard), None
 
 
-def _gathered_backward(
+def _gather_shard_backward(
     layout: Layout, axes: Axes, dtype: Any, param_dtype: Any, _: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
     if not layout.narrow_gradients:
         gradient = gradient.astype(jnp.promote_types(param_dtype, jnp.float32))
-    scatter = partial(_scattered, layout, axes)
+    scatter = partial(_reduce_scatter, layout, axes)
     scattered = layout.local(scatter, (kept_axes(axes),), kept_axes(axes))(gradient)
     return (layout.constrain(scattered.astype(param_dtype), axes),)
 
 
-_gathered.defvjp(_gathered_forward, _gathered_backward)
+_gather_shard.defvjp(_gather_shard_forward, _gather_shard_backward)
 
 
-def _scattered(layout: Layout, axes: Axes, gradient: jax.Array) -> jax.Array:
-    for dimension, names in enumerate(_shards_here(layout, axes)):
+def _reduce_scatter(layout: Layout, axes: Axes, gradient: jax.Array) -> jax.Array:
+    for dimension, names in enumerate(_gather_axes(layout, axes)):
         if names:
             gradient = jax.lax.psum_scatter(
                 gradient, names, scatter_dimension=dimension, tiled=True
@@ -377,43 +377,43 @@ def _scattered(layout: Layout, axes: Axes, gradient: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _gathered_alone(
+def _gather_deferred(
     layout: Layout, axes: Axes, dtype: Any, param_dtype: Any, weight: Deferred
 ) -> jax.Array:
-    return _gathered(layout, axes, dtype, weight.dtype, weight.shard)
+    return _gather_shard(layout, axes, dtype, weight.dtype, weight.shard)
 
 
-def _gathered_alone_forward(
+def _gather_deferred_forward(
     layout: Layout, axes: Axes, dtype: Any, param_dtype: Any, weight: Deferred
 ) -> tuple[jax.Array, None]:
-    return _gathered_alone(layout, axes, dtype, param_dtype, weight), None
+    return _gather_deferred(layout, axes, dtype, param_dtype, weight), None
 
 
-def _gathered_alone_backward(
+def _gather_deferred_backward(
     layout: Layout, axes: Axes, dtype: Any, param_dtype: Any, _: None, gradient: jax.Array
 ) -> tuple[Deferred]:
     return (whole_gradient(layout.constrain(gradient.astype(param_dtype), kept_axes(axes))),)
 
 
-_gathered_alone.defvjp(_gathered_alone_forward, _gathered_alone_backward)
+_gather_deferred.defvjp(_gather_deferred_forward, _gather_deferred_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _own_part(layout: Layout, axes: Axes, param_dtype: Any, table: Deferred) -> jax.Array:
+def _deferred_shard(layout: Layout, axes: Axes, param_dtype: Any, table: Deferred) -> jax.Array:
     """The shard [V, D / F] of a table. The gradient is that of the whole table, zero elsewhere."""
     return table.shard
 
 
-def _own_part_forward(
+def _deferred_shard_forward(
     layout: Layout, axes: Axes, param_dtype: Any, table: Deferred
 ) -> tuple[jax.Array, None]:
     return table.shard, None
 
 
-def _own_part_backward(
+def _deferred_shard_backward(
     layout: Layout, axes: Axes, param_dtype: Any, _: None, gradient: jax.Array
 ) -> tuple[Deferred]:
-    names = _shards_here(layout, axes)[1]
+    names = _gather_axes(layout, axes)[1]
     shards = math.prod(layout.mesh.shape[axis] for axis in names)
 
     def on_device(d_shard: jax.Array) -> jax.Array:
@@ -426,31 +426,31 @@ def _own_part_backward(
     return (whole_gradient(layout.local(on_device, (kept_axes(axes),), kept_axes(axes))(d_shard)),)
 
 
-_own_part.defvjp(_own_part_forward, _own_part_backward)
+_deferred_shard.defvjp(_deferred_shard_forward, _deferred_shard_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _returned(layout: Layout, names: tuple[str, ...], part_rows: jax.Array) -> jax.Array:
+def _return_rows(layout: Layout, names: tuple[str, ...], part_rows: jax.Array) -> jax.Array:
     """Parts of everyone's rows [F * R, C, D / F] -> the device's own rows, whole, [R, C, D]."""
-    return _exchanged(layout, names, part_rows, 0, 2)
+    return _all_to_all(layout, names, part_rows, 0, 2)
 
 
-def _returned_forward(
+def _return_rows_forward(
     layout: Layout, names: tuple[str, ...], part_rows: jax.Array
 ) -> tuple[jax.Array, None]:
-    return _returned(layout, names, part_rows), None
+    return _return_rows(layout, names, part_rows), None
 
 
-def _returned_backward(
+def _return_rows_backward(
     layout: Layout, names: tuple[str, ...], _: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
-    return (_exchanged(layout, names, gradient, 2, 0),)
+    return (_all_to_all(layout, names, gradient, 2, 0),)
 
 
-_returned.defvjp(_returned_forward, _returned_backward)
+_return_rows.defvjp(_return_rows_forward, _return_rows_backward)
 
 
-def _exchanged(
+def _all_to_all(
     layout: Layout, names: tuple[str, ...], x: jax.Array, split: int, joined: int
 ) -> jax.Array:
     unsplit = (None,) * x.ndim
@@ -460,6 +460,6 @@ def _exchanged(
     return layout.local(exchange, (unsplit,), unsplit)(x)
 
 
-def _tuple(axes: Any) -> tuple[str, ...]:
+def _axes_tuple(axes: Any) -> tuple[str, ...]:
     """The axes of one dimension of a PartitionSpec."""
     return (axes,) if isinstance(axes, str) else tuple(axes or ())

@@ -68,12 +68,12 @@ class Layout:
     @property
     def ranks(self) -> int:
         """R: number of ranks; all compute equally many slots at the same time."""
-        return self._devices("rank")
+        return self._device_count("rank")
 
     @property
     def groups(self) -> int:
         """R / g: number of rows computed at the same time, one in each group of ranks."""
-        return self._devices("batch")
+        return self._device_count("batch")
 
     @property
     def span(self) -> int:
@@ -82,25 +82,27 @@ class Layout:
 
     def size(self, name: str) -> int:
         """Number of parts that a logical axis of arrays has here; manual mesh axes do not count."""
-        if name not in self._sizes:
-            self._sizes[name] = math.prod(self.mesh.shape[axis] for axis in self._split(name))
-        return self._sizes[name]
+        if name not in self._cached_sizes:
+            self._cached_sizes[name] = math.prod(
+                self.mesh.shape[axis] for axis in self._automatic_axes(name)
+            )
+        return self._cached_sizes[name]
 
     @cached_property
-    def _sizes(self) -> dict[str, int]:
+    def _cached_sizes(self) -> dict[str, int]:
         """Cached results of `size`, by logical axis."""
         return {}
 
     def spec(self, axes: Axes) -> P:
         """Partition spec of arrays with these logical axes, without the mesh axes manual here."""
-        return P(*(self._split(name) or None for name in axes))
+        return P(*(self._automatic_axes(name) or None for name in axes))
 
-    def _split(self, name: str | None) -> tuple[str, ...]:
+    def _automatic_axes(self, name: str | None) -> tuple[str, ...]:
         """Mesh axes of a logical axis, without those that are manual here."""
         manual = self.manual_axes
         return tuple(axis for axis in self.mesh_axes(name) if axis not in manual)
 
-    def _devices(self, name: str) -> int:
+    def _device_count(self, name: str) -> int:
         """Number of devices along the mesh axes of a logical axis."""
         return math.prod(self.mesh.shape[axis] for axis in self.mesh_axes(name))
 
@@ -156,9 +158,9 @@ class Layout:
                 f"phases.<phase>.spans or the mesh"
             )
         # The ranks' axes precede those of one rank's devices, so parts are numbered rank by rank.
-        return self._with(batch=tuple(outer), sequence=(*inner, *self.mesh_axes("sequence")))
+        return self._with_rules(batch=tuple(outer), sequence=(*inner, *self.mesh_axes("sequence")))
 
-    def _with(self, **rules: tuple[str, ...]) -> Layout:
+    def _with_rules(self, **rules: tuple[str, ...]) -> Layout:
         return replace(self, rules=tuple((dict(self.rules) | rules).items()))
 
     @cached_property
@@ -215,7 +217,7 @@ class Layout:
     def check(self, name: str, shape: Sequence[int], axes: Axes) -> None:
         """Raise `MeshError` when `shape` cannot be split as `axes` say."""
         used = [mesh_axis for axis in axes for mesh_axis in self.mesh_axes(axis)]
-        twice = _whole({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1})
+        twice = _whole_axis_names({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1})
         if twice:
             raise MeshError(
                 f"{name}: two of its axes {axes} are split over {twice}; change this component's layout"
@@ -272,7 +274,7 @@ def make_layout(
             clash = set(rules[name]) & set(rules[taker])
             if clash and name in overrides:
                 raise MeshError(
-                    f"{where}: mesh axes {_whole(clash)} are named for both {taker!r} and {name!r}"
+                    f"{where}: mesh axes {_whole_axis_names(clash)} are named for both {taker!r} and {name!r}"
                 )
             rules[name] = tuple(axis for axis in rules[name] if axis not in clash)
     # Width of the experts' matrices: the mesh axes of `embed` that `experts` does not use
@@ -286,7 +288,7 @@ def _in_mesh_order(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> tuple[str,
     return tuple(axis for axis in mesh.axis_names if whole_axis(axis) in axes)
 
 
-def _whole(axes: Iterable[str]) -> list[str]:
+def _whole_axis_names(axes: Iterable[str]) -> list[str]:
     """The whole axes of sub-axes, by name."""
     return sorted({whole_axis(axis) for axis in axes})
 

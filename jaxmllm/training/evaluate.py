@@ -112,8 +112,8 @@ def _generator_results(sums: FlowSums, sources: Sequence[str], planned: int) -> 
 
 def _means(names: Sequence[str], sums: Any, counts: Any) -> dict[str, float]:
     """The means whose count is not zero, by name."""
-    told = zip(names, sums, counts, strict=True)
-    return {name: float(total / count) for name, total, count in told if count}
+    named_sums = zip(names, sums, counts, strict=True)
+    return {name: float(total / count) for name, total, count in named_sums if count}
 
 
 def evaluation_record(results: dict[str, Any]) -> dict[str, Any]:

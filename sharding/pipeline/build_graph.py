@@ -31,14 +31,14 @@ def build_graph(
     Raises `PipelineError` when workload and ring do not fit, or when an operation would wait for a
     gradient that no operation computes.
     """
-    _check(ring, workload)
-    return _Builder(ring, workload, split, fused, overhead).build()
+    _check_workload(ring, workload)
+    return _GraphBuilder(ring, workload, split, fused, overhead).build()
 
 
 # ---------------------------------------------------------------------------- checks
 
 
-def _check(ring: Ring, workload: Workload) -> None:
+def _check_workload(ring: Ring, workload: Workload) -> None:
     if len(workload.chains) != len(ring.chains):
         raise PipelineError(
             f"work of {len(workload.chains)} components for a ring of {len(ring.chains)}",
@@ -113,7 +113,7 @@ def _goes_back(work: ChainWork, depth: int, microbatch: int) -> bool:
 # ---------------------------------------------------------------------------- operations and buffers
 
 
-class _Builder:
+class _GraphBuilder:
     """Collects the columns of a graph.
 
     Numbers of operations by component, chunk and microbatch (`NONE`: no such operation) are
@@ -149,7 +149,7 @@ class _Builder:
                     any(self.wanted[reader][user] for user in users) for users in self.consumers[c]
                 ]
         # First and last group of the rows of every chain
-        self.groups: list[list[tuple[int, int]]] = self._groups()
+        self.groups: list[list[tuple[int, int]]] = self._row_groups()
         self.forward: list[Numbers] = []
         self.entry: list[Numbers] = []
         self.back: list[Numbers] = []
@@ -157,14 +157,14 @@ class _Builder:
 
     def build(self) -> Graph:
         for chain in range(len(self.ring.chains)):
-            self._number(chain)
+            self._number_operations(chain)
         size = len(self.operations)
         self.successors: list[list[tuple[int, int]]] = [[] for _ in range(size)]
         self.returns: list[list[tuple[int, int, int]]] = [[] for _ in range(size)]
         for chain in range(len(self.ring.chains)):
-            self._connect(chain)
+            self._connect_chunks(chain)
         for encoder in range(len(self.ring.encoders)):
-            self._deliver(encoder)
+            self._connect_reader(encoder)
         kind, chain_column, depth, microbatch, stage, duration = zip(*self.operations, strict=True)
         return Graph(
             ring=self.ring,
@@ -175,14 +175,14 @@ class _Builder:
             microbatch=microbatch,
             stage=stage,
             duration=duration,
-            waits=self._waits(),
-            group=tuple(self._group(*operation[:4]) for operation in self.operations),
+            waits=self._wait_counts(),
+            group=tuple(self._operation_group(*operation[:4]) for operation in self.operations),
             successors=tuple(map(tuple, self.successors)),
             returns=tuple(map(tuple, self.returns)),
             buffers=tuple(self.buffers),
         )
 
-    def _waits(self) -> tuple[int, ...]:
+    def _wait_counts(self) -> tuple[int, ...]:
         waits = [0] * len(self.operations)
         for edges in self.successors:
             for follower, _ in edges:
@@ -192,7 +192,7 @@ class _Builder:
                 waits[follower] += 1
         return tuple(waits)
 
-    def _number(self, c: int) -> None:
+    def _number_operations(self, c: int) -> None:
         """Give the operations of one component their numbers."""
         work = self.workload.chains[c]
         forward_time = work.forward.tolist()
@@ -213,30 +213,32 @@ class _Builder:
                 if d == fused and x_time + w_time:
                     again = forward_time[d][m]
                 else:
-                    forward[d][m] = self._add(Kind.FORWARD, c, d, m, forward_time[d][m])
+                    forward[d][m] = self._add_operation(Kind.FORWARD, c, d, m, forward_time[d][m])
                     again = recompute_time[d][m]
                 if self.split and x_time and w_time:
-                    back[d][m] = self._add(Kind.INPUT_GRADIENT, c, d, m, again + x_time)
-                    weight[d][m] = self._add(Kind.WEIGHT_GRADIENT, c, d, m, w_time)
+                    back[d][m] = self._add_operation(Kind.INPUT_GRADIENT, c, d, m, again + x_time)
+                    weight[d][m] = self._add_operation(Kind.WEIGHT_GRADIENT, c, d, m, w_time)
                 elif x_time + w_time:
-                    back[d][m] = self._add(Kind.BACKWARD, c, d, m, again + x_time + w_time)
+                    back[d][m] = self._add_operation(
+                        Kind.BACKWARD, c, d, m, again + x_time + w_time
+                    )
                 entry[d][m] = forward[d][m] if forward[d][m] != NONE else back[d][m]
         self.forward.append(forward)
         self.entry.append(entry)
         self.back.append(back)
         self.weight.append(weight)
 
-    def _add(self, kind: Kind, c: int, d: int, m: int, duration: int) -> int:
+    def _add_operation(self, kind: Kind, c: int, d: int, m: int, duration: int) -> int:
         stage = self.ring.chains[c].stages[d]
         self.operations.append((int(kind), c, d, m, stage, duration + self.overhead))
         return len(self.operations) - 1
 
-    def _group(self, kind: int, c: int, d: int, m: int) -> int:
+    def _operation_group(self, kind: int, c: int, d: int, m: int) -> int:
         """The group of an operation: the first that needs its row or, of a backward, the last."""
         first_group, last_group = self.groups[c][m]
         return first_group if kind == Kind.FORWARD else last_group
 
-    def _groups(self) -> list[list[tuple[int, int]]]:
+    def _row_groups(self) -> list[list[tuple[int, int]]]:
         """First and last group of every row of every chain. A group is a language microbatch with
         the rows that it reads, or a row that nothing reads; such a row comes after the groups of
         microbatches that read no later rows."""
@@ -271,7 +273,7 @@ class _Builder:
                     )
         return groups
 
-    def _connect(self, c: int) -> None:
+    def _connect_chunks(self, c: int) -> None:
         """Edges and buffers inside one component."""
         chain = self.ring.chains[c]
         depths, microbatches = self.workload.chains[c].shape
@@ -311,7 +313,7 @@ class _Builder:
                 Buffer(Pool.GRADIENT, c, d - 1, m, stages[d - 1], (back,), (receiver,)),
             )
 
-    def _deliver(self, c: int) -> None:
+    def _connect_reader(self, c: int) -> None:
         """Edges and buffers between an encoder and the first chunk of its reader."""
         hops = self.ring.delivery_hops(c)
         depth = self.ring.chains[c].depth - 1

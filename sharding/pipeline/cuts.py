@@ -72,7 +72,7 @@ def cut(costs: Sequence[int], stages: int) -> tuple[int, ...]:
     Raises:
       PipelineError: more stages than layers, or none.
     """
-    return _cut(costs, stages, 1, costliest_last=False)
+    return _cut_bounds(costs, stages, 1, costliest_last=False)
 
 
 def cut_in_rounds(costs: Sequence[int], stages: int, rounds: int) -> tuple[int, ...]:
@@ -94,10 +94,10 @@ def cut_in_rounds(costs: Sequence[int], stages: int, rounds: int) -> tuple[int, 
     Raises:
       PipelineError: more chunks than layers, or none.
     """
-    return _cut(costs, stages, rounds, costliest_last=True)
+    return _cut_bounds(costs, stages, rounds, costliest_last=True)
 
 
-def _cut(
+def _cut_bounds(
     costs: Sequence[int], stages: int, rounds: int, *, costliest_last: bool
 ) -> tuple[int, ...]:
     """The bounds of chunks that go round the stages; see `cut` and `cut_in_rounds`."""
@@ -108,11 +108,11 @@ def _cut(
         )
     ends = [0, *itertools.accumulate(costs)]
     limits = [_least_maximum(ends, stages)] if rounds == 1 else _round_limits(ends, stages, rounds)
-    of_chunks = [limit for limit in limits for _ in range(stages)]
-    return _cut_below(ends, of_chunks, costliest_last=costliest_last)
+    chunk_limits = [limit for limit in limits for _ in range(stages)]
+    return _cut_within_limits(ends, chunk_limits, costliest_last=costliest_last)
 
 
-def _cut_below(
+def _cut_within_limits(
     ends: Sequence[int], limits: Sequence[int], *, costliest_last: bool
 ) -> tuple[int, ...]:
     """The bounds of chunks that cost no more than their limits, with the least sum of squares;
@@ -263,18 +263,18 @@ def partition(
             layer_weights = [layer.parameters for layer in layers]
             row_count = 1
         has_loss = name == reader or name in reading.losses
-        weights[name] = _units(layer_weights, row_count, has_loss)
+        weights[name] = _chain_units(layer_weights, row_count, has_loss)
     match layout:
         case "chain":
-            placed = _chain(weights, stages)
+            placed = _place_as_chain(weights, stages)
         case "segments":
             per_rank = _chunks_per_rank(weights, stages, costs, row_counts) | dict(chunks or {})
-            placed = _segments(weights, stages, per_rank)
+            placed = _place_as_segments(weights, stages, per_rank)
         case "parallel":
-            placed = _parallel(weights, stages)
+            placed = _place_in_parallel(weights, stages)
     laid = [
         replace(
-            _joined(name, placed[name], costs[name]),
+            _chain_of_chunks(name, placed[name], costs[name]),
             reader=reading.readers.get(name, ""),
             has_loss=name in reading.losses,
             optional=name in reading.optional,
@@ -285,7 +285,7 @@ def partition(
 
 
 @dataclass(frozen=True)
-class _Units:
+class _ChainUnits:
     """The units of a chain that cuts may separate: its blocks, the stem part of the first one, and
     then a head with its loss; without a loss, what follows the blocks is part of the last one."""
 
@@ -302,21 +302,23 @@ class _Units:
         return self.blocks
 
 
-def _units(weights: Sequence[int], rows: float, has_loss: bool) -> _Units:
+def _chain_units(weights: Sequence[int], rows: float, has_loss: bool) -> _ChainUnits:
     stem, *blocks, head = weights
     block_count = len(blocks)
     blocks[0] += stem
     # A head may have a stage of its own, because a vocabulary is as much work as a few blocks
     if has_loss:
-        return _Units([*blocks, head], block_count, rows)
+        return _ChainUnits([*blocks, head], block_count, rows)
     blocks[-1] += head
-    return _Units(blocks, block_count, rows)
+    return _ChainUnits(blocks, block_count, rows)
 
 
 Placed = dict[str, list[tuple[int, int]]]  # by chain: rank and number of units of every chunk
 
 
-def _joined(name: str, chunks: Sequence[tuple[int, int]], costs: Sequence[LayerCost]) -> Chain:
+def _chain_of_chunks(
+    name: str, chunks: Sequence[tuple[int, int]], costs: Sequence[LayerCost]
+) -> Chain:
     """A chain made of chunks of units; its layer counts leave out the unit of the head."""
     ranks, units = zip(*chunks, strict=True)
     # 1 where the head is a unit of its own, else 0; a last chunk of the head alone has no layers.
@@ -325,11 +327,11 @@ def _joined(name: str, chunks: Sequence[tuple[int, int]], costs: Sequence[LayerC
     return Chain(name, ranks, layers, head_only=not any(cost.backward for cost in costs[:-1]))
 
 
-def _chain(weights: Mapping[str, _Units], stages: int) -> Placed:
+def _place_as_chain(weights: Mapping[str, _ChainUnits], stages: int) -> Placed:
     layers = sum(map(len, weights.values()))
     if stages > layers:
         raise PipelineError(
-            f"pipeline.stages = {stages}, but {_counts(weights)}: {layers} in all; use fewer stages",
+            f"pipeline.stages = {stages}, but {_count_text(weights)}: {layers} in all; use fewer stages",
         )
     bounds = cut([cost for units in weights.values() for cost in units.microbatch_costs], stages)
     placed: Placed = {}
@@ -344,7 +346,7 @@ def _chain(weights: Mapping[str, _Units], stages: int) -> Placed:
 
 
 def _chunks_per_rank(
-    weights: Mapping[str, _Units],
+    weights: Mapping[str, _ChainUnits],
     stages: int,
     costs: Mapping[str, Sequence[LayerCost]],
     rows: Mapping[str, float],
@@ -361,10 +363,12 @@ def _chunks_per_rank(
     }
 
 
-def _segments(weights: Mapping[str, _Units], stages: int, chunks: Mapping[str, int]) -> Placed:
+def _place_as_segments(
+    weights: Mapping[str, _ChainUnits], stages: int, chunks: Mapping[str, int]
+) -> Placed:
     if short := {name: units for name, units in weights.items() if len(units) < stages}:
         raise PipelineError(
-            f"pipeline.stages = {stages}, but {_counts(short)}, and layout 'segments' needs one of each on every "
+            f"pipeline.stages = {stages}, but {_count_text(short)}, and layout 'segments' needs one of each on every "
             "rank; use fewer stages or pipeline.layout = 'chain' or 'parallel'",
         )
     placed: Placed = {}
@@ -372,7 +376,7 @@ def _segments(weights: Mapping[str, _Units], stages: int, chunks: Mapping[str, i
         per_rank = chunks[name]
         if not 1 <= per_rank * stages <= len(units):
             raise PipelineError(
-                f"{per_rank} chunks of {name!r} on each of {stages} stages, but {_counts({name: units})}",
+                f"{per_rank} chunks of {name!r} on each of {stages} stages, but {_count_text({name: units})}",
             )
         bounds = cut_in_rounds(units.costs, stages, per_rank)
         placed[name] = [
@@ -381,7 +385,7 @@ def _segments(weights: Mapping[str, _Units], stages: int, chunks: Mapping[str, i
     return placed
 
 
-def _parallel(weights: Mapping[str, _Units], stages: int) -> Placed:
+def _place_in_parallel(weights: Mapping[str, _ChainUnits], stages: int) -> Placed:
     if stages < len(weights):
         raise PipelineError(
             f"pipeline.stages = {stages}, but layout 'parallel' needs a rank for each of {', '.join(weights)}: "
@@ -389,7 +393,9 @@ def _parallel(weights: Mapping[str, _Units], stages: int) -> Placed:
         )
     limits = [len(units) for units in weights.values()]
     if stages > sum(limits):
-        raise PipelineError(f"pipeline.stages = {stages}, but {_counts(weights)}; use fewer stages")
+        raise PipelineError(
+            f"pipeline.stages = {stages}, but {_count_text(weights)}; use fewer stages"
+        )
     slowest = []  # by chain: cost of its costliest stage, by number of stages
     for units in weights.values():
         ends = [0, *itertools.accumulate(units.microbatch_costs)]
@@ -401,7 +407,7 @@ def _parallel(weights: Mapping[str, _Units], stages: int) -> Placed:
         """Smaller is better: the cost of the slowest chain decides, then of the second slowest."""
         return sorted((slowest[index][ranks] for index, ranks in enumerate(split)), reverse=True)
 
-    best = min(_splits(stages, limits), key=worth)
+    best = min(_rank_splits(stages, limits), key=worth)
     placed: Placed = {}
     begin = 0
     for (name, units), ranks in zip(weights.items(), best, strict=True):
@@ -413,16 +419,16 @@ def _parallel(weights: Mapping[str, _Units], stages: int) -> Placed:
     return placed
 
 
-def _splits(stages: int, limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _rank_splits(stages: int, limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Every way to give each chain at least one rank, and at most as many as it has layers."""
     if len(limits) == 1:
         if 1 <= stages <= limits[0]:
             yield (stages,)
         return
     for ranks in range(1, min(limits[0], stages - len(limits) + 1) + 1):
-        for remaining in _splits(stages - ranks, limits[1:]):
+        for remaining in _rank_splits(stages - ranks, limits[1:]):
             yield (ranks, *remaining)
 
 
-def _counts(chains: Mapping[str, _Units]) -> str:
+def _count_text(chains: Mapping[str, _ChainUnits]) -> str:
     return " and ".join(f"{name!r} has {len(units)} layers" for name, units in chains.items())

@@ -102,7 +102,7 @@ def layer_costs(
         up = name in upstream
         chain_costs = []
         for layer in layers:
-            chain_costs.append(_cost(layer, up))
+            chain_costs.append(_layer_cost(layer, up))
             up = up or layer.trainable
         if up:
             upstream.add(readers.get(name, last_chain))
@@ -110,7 +110,7 @@ def layer_costs(
     return costs
 
 
-def _cost(layer: Layer, up: bool) -> LayerCost:
+def _layer_cost(layer: Layer, up: bool) -> LayerCost:
     forward = layer.linear + layer.attention
     attention_backward = 5 * layer.attention // 2
     flows = up or layer.trainable

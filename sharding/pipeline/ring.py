@@ -81,14 +81,14 @@ class Ring:
         if not names or len(set(names)) < len(names):
             raise PipelineError(f"a ring needs components of distinct names, not {names}")
         for chain_number, chain in enumerate(self.chains):
-            self._check(chain)
+            self._check_chain(chain)
             if chain.reader and chain.reader not in names[chain_number + 1 :]:
                 raise PipelineError(
                     f"{chain.name} is read by {chain.reader!r}, which is none of the chains after it: "
                     f"{names[chain_number + 1 :]}"
                 )
 
-    def _check(self, chain: Chain) -> None:
+    def _check_chain(self, chain: Chain) -> None:
         if not chain.stages or len(chain.layers) != len(chain.stages):
             raise PipelineError(
                 f"{chain.name} has {len(chain.layers)} layer counts for {len(chain.stages)} chunks; "

@@ -65,13 +65,13 @@ class TickTimes:
                 if n >= 0:
                     self.tick[n] = tick
                     clock.finish(n, tick)
-        self._sent = clock.sent
+        self._sent_ticks = clock.sent
 
     def arrival(self, buffer: Buffer) -> int:
         """Time at which the buffer's slot is first written."""
         # A value sent in tick t over h hops is received in tick t + h - 1, and read from t + h on.
         if buffer.pool == Pool.TOKEN_GRADIENT and buffer.hops:
-            sent = self._sent[buffer.chain, buffer.microbatch]
+            sent = self._sent_ticks[buffer.chain, buffer.microbatch]
             return moment_of(sent + buffer.hops - 1, Moment.RECEIVE)
         written = min(self.tick[n] for n in buffer.writers)
         if buffer.hops:
@@ -86,7 +86,7 @@ class TickTimes:
         """Time at which the buffer's slot is last read or sent."""
         if buffer.readers:
             return moment_of(max(self.tick[n] for n in buffer.readers), Moment.READ)
-        return moment_of(self._sent[buffer.chain, buffer.microbatch], Moment.SEND)
+        return moment_of(self._sent_ticks[buffer.chain, buffer.microbatch], Moment.SEND)
 
 
 def lives_of(schedule: Schedule) -> list[Life]:
@@ -182,7 +182,7 @@ def keep_residuals(schedule: Schedule, slots: Slots) -> Schedule:
         if life.buffer.pool == Pool.RESIDUAL:
             held[life.buffer.chain, life.buffer.rank][life.start : life.end + 1] += 1
     keepers = set(schedule.keepers)
-    for n, backward in _candidates(schedule, times):
+    for n, backward in _keeper_candidates(schedule, times):
         first_moment = moment_of(times.tick[n], Moment.WRITE)
         last_moment = moment_of(times.tick[backward], Moment.READ)
         meanwhile = held[graph.chain[n], graph.stage[n]][first_moment : last_moment + 1]
@@ -195,7 +195,7 @@ def keep_residuals(schedule: Schedule, slots: Slots) -> Schedule:
     return Schedule(graph, schedule.ticks, frozenset(keepers))
 
 
-def _candidates(schedule: Schedule, times: TickTimes) -> list[tuple[int, int]]:
+def _keeper_candidates(schedule: Schedule, times: TickTimes) -> list[tuple[int, int]]:
     """(forward, backward) of every forward that may keep residuals, the best first."""
     graph = schedule.graph
     candidates = []

@@ -47,10 +47,10 @@ def make_table(schedule: Schedule, spec: TableSpec) -> Table:
         raise PipelineError("a schedule of another ring than the tables'")
     _check_rows_read(graph, spec)
     _check_classes(graph, spec)
-    writer = _Writer(spec, schedule)
+    writer = _TableWriter(spec, schedule)
     for life, slot in allocate(lives_of(schedule)):
         if slot >= spec.room(*life.buffer.pool_key):
-            raise PipelineError(_too_many(spec, life.buffer))
+            raise PipelineError(_too_many_slots_text(spec, life.buffer))
         writer.write_life(life, slot)
     for tick, row in enumerate(schedule.ticks.tolist()):
         for rank, n in enumerate(row):
@@ -121,7 +121,7 @@ def _check_classes(graph: Graph, spec: TableSpec) -> None:
             )
 
 
-def _too_many(spec: TableSpec, buffer: Buffer) -> str:
+def _too_many_slots_text(spec: TableSpec, buffer: Buffer) -> str:
     return (
         f"the schedule needs more than {spec.room(*buffer.pool_key)} {buffer.pool.words} slots of "
         f"{spec.ring.chains[buffer.chain].name} on rank {buffer.rank}; raise the slots of the pipeline, "
@@ -129,7 +129,7 @@ def _too_many(spec: TableSpec, buffer: Buffer) -> str:
     )
 
 
-class _Writer:
+class _TableWriter:
     """Fills the rows of a table: `write_life` puts the slots of buffers into the rows of the
     operations that read and write them, `write_operation` puts in the operations themselves."""
 

@@ -114,7 +114,9 @@ class _Proof:
         results: list[Result | None] = []
         for rank, row in enumerate(rows):
             self.where = f"tick {tick}, rank {rank}"
-            results.append(None if row["action"] == IDLE else self._operate(tick, rank, row))
+            results.append(
+                None if row["action"] == IDLE else self._check_operation(tick, rank, row)
+            )
         # All ranks send before any of them receives: a slot may be sent and filled in the same
         # tick.
         sent = [
@@ -177,9 +179,9 @@ class _Proof:
 
     # ------------------------------------------------------------------------ operations
 
-    def _operate(self, tick: int, rank: int, row: RowValues) -> Result | None:
+    def _check_operation(self, tick: int, rank: int, row: RowValues) -> Result | None:
         """Check one operation, and return its result if that leaves the rank."""
-        operation = self._identify(tick, rank, row)
+        operation = self._identify_operation(tick, rank, row)
         if operation.kind == Kind.WEIGHT_GRADIENT:
             self._read(
                 (Pool.PENDING, operation.c, rank, row["pending"]),
@@ -189,10 +191,10 @@ class _Proof:
         if operation.first and self.ring.feeding(operation.c):
             self._read_tokens(rank, operation.c, operation.m, row)
         if operation.kind == Kind.FORWARD:
-            return self._forward(rank, row, operation)
-        return self._backward(tick, rank, row, operation)
+            return self._check_forward(rank, row, operation)
+        return self._check_backward(tick, rank, row, operation)
 
-    def _identify(self, tick: int, rank: int, row: RowValues) -> Operation:
+    def _identify_operation(self, tick: int, rank: int, row: RowValues) -> Operation:
         c, kind = operation_of(row["action"])
         if not 0 <= c < len(self.ring.chains):
             self._fail(f"has action {row['action']}, which does not exist")
@@ -234,7 +236,7 @@ class _Proof:
                 self._fail(f"has {column} {row[column]} instead of {int(value)}")
         return operation
 
-    def _forward(self, rank: int, row: RowValues, operation: Operation) -> Result | None:
+    def _check_forward(self, rank: int, row: RowValues, operation: Operation) -> Result | None:
         c = operation.c
         if not operation.first:
             self._read((Pool.INPUT, c, rank, row["input"]), Label("input", *operation.key))
@@ -248,14 +250,16 @@ class _Proof:
         if operation.last and operation.language:
             return None
         if operation.last:
-            return self._leave(rank, row, Result(Pool.TOKENS, c, Label("tokens", *operation.key)))
-        return self._leave(
+            return self._write_or_return(
+                rank, row, Result(Pool.TOKENS, c, Label("tokens", *operation.key))
+            )
+        return self._write_or_return(
             rank,
             row,
             Result(Pool.INPUT, c, Label("input", c, operation.d + 1, operation.m)),
         )
 
-    def _backward(
+    def _check_backward(
         self,
         tick: int,
         rank: int,
@@ -290,7 +294,7 @@ class _Proof:
             self._add_token_gradients(rank, c, m, row)
         if operation.first:
             return None
-        return self._leave(
+        return self._write_or_return(
             rank,
             row,
             Result(Pool.GRADIENT, c, Label("gradient", c, operation.d - 1, m)),
@@ -306,7 +310,7 @@ class _Proof:
         fused = (Kind.FORWARD, *operation.key) not in self.graph.number
         return operation.kind == Kind.FORWARD or fused
 
-    def _leave(self, rank: int, row: RowValues, result: Result) -> Result | None:
+    def _write_or_return(self, rank: int, row: RowValues, result: Result) -> Result | None:
         """The result if it leaves its rank; if it stays, it is written into its slot at once."""
         if row["output"] >= 0:
             self._write((result.pool, result.chain, rank, row["output"]), result.label)
@@ -315,7 +319,7 @@ class _Proof:
 
     # ------------------------------------------------------------------------ tokens
 
-    def _consumed(self, c: int, m: int) -> Iterator[tuple[int, int, int]]:
+    def _consumed_rows(self, c: int, m: int) -> Iterator[tuple[int, int, int]]:
         """(encoder, index among the consumed rows of that encoder, encoder row) for each row that
         microbatch m of reader c consumes."""
         indices = [0] * len(self.ring.encoders)
@@ -325,7 +329,7 @@ class _Proof:
 
     def _read_tokens(self, rank: int, c: int, m: int, row: RowValues) -> None:
         expected = set()
-        for encoder, index, sub in self._consumed(c, m):
+        for encoder, index, sub in self._consumed_rows(c, m):
             column = f"tokens.{encoder}.{index}"
             expected.add(column)
             depth = self.ring.chains[encoder].depth - 1
@@ -338,7 +342,7 @@ class _Proof:
                 self._fail(f"reads slot {slot} as {column}, which this microbatch does not have")
 
     def _add_token_gradients(self, rank: int, c: int, m: int, row: RowValues) -> None:
-        for encoder, index, sub in self._consumed(c, m):
+        for encoder, index, sub in self._consumed_rows(c, m):
             slot = row[f"grad_slot.{encoder}.{index}"]
             if slot < 0:  # frozen: the encoder needs no gradient
                 continue

@@ -131,7 +131,7 @@ class Shapes:
                 ]
             )
             self._check_classes(c)
-        self._splits: dict[tuple[int, int], SplitGradient] = {}
+        self._split_gradients: dict[tuple[int, int], SplitGradient] = {}
 
     def parted(self, c: int, output: Tree) -> tuple[Tree, Tree]:
         """The result of a component's `last` as tokens and (loss, sums), None for what it lacks."""
@@ -176,11 +176,11 @@ class Shapes:
     def split(self, c: int, row_class: int = 0) -> SplitGradient:
         """The two halves of the backward pass of a component's layer."""
         key = (c, row_class)
-        if key not in self._splits:
-            self._splits[key] = self.gradients[c][row_class].split()
+        if key not in self._split_gradients:
+            self._split_gradients[key] = self.gradients[c][row_class].split()
             if row_class:
-                self._check_fits(c, self._splits[key].pending, self.split(c).pending)
-        return self._splits[key]
+                self._check_fits(c, self._split_gradients[key].pending, self.split(c).pending)
+        return self._split_gradients[key]
 
     def media(self, c: int) -> Tree:
         """Shapes of the tokens that a component's first chunk reads, by chain that feeds it."""
@@ -238,13 +238,13 @@ class Buffers:
         # The boxes of two pools are made below: a backward needs a stack of residuals even where
         # no slot keeps any, and shares of token gradients are computed together, [rows read, ...].
         scratch: dict[PoolKey, Tree] = {
-            (pool, c): self._empty(pool, c)
+            (pool, c): self._empty_slots(pool, c)
             for pool, c in pools
             if pool not in (Pool.RESIDUAL, Pool.TOKEN_GRADIENT)
         }
         for c in range(self.reader + 1):
             if shapes.goes_back(c) and not shapes.chains[c].head_only:
-                scratch[Pool.RESIDUAL, c] = self._empty(Pool.RESIDUAL, c)
+                scratch[Pool.RESIDUAL, c] = self._empty_slots(Pool.RESIDUAL, c)
         media = tuple(shapes.read_from(e) for e in range(self.reader))
         for e in range(self.reader):
             if shapes.has(Pool.TOKEN_GRADIENT, e):
@@ -271,9 +271,9 @@ class Buffers:
         return list(dict.fromkeys(keys))
 
     def _empty_pool(self, pool: Pool, c: int) -> Tree:
-        return self._empty(pool, c, self.spec.room(pool, c) + 1)
+        return self._empty_slots(pool, c, self.spec.room(pool, c) + 1)
 
-    def _empty(self, pool: Pool, c: int, *count: int) -> Tree:
+    def _empty_slots(self, pool: Pool, c: int, *count: int) -> Tree:
         """Zeros in the shape of a slot's value, or of `count` slots."""
         leaves, tree = jax.tree.flatten(self.shapes.slot(pool, c))
         empty = [
@@ -300,7 +300,7 @@ class Buffers:
                     loads = reads & (row[column] >= 0)
                     scratch[key], pools[key] = once(
                         loads,
-                        _load,
+                        _load_slot,
                         (scratch[key], pools[key]),
                         row[column],
                     )
@@ -313,7 +313,7 @@ class Buffers:
                     [row[f"tokens.{e}.{index}"] for index in range(self.spec.rows_read[e])],
                 )
                 loads = does(row, self.ring.readers[e], *Kind) & is_first
-                media[e], pools[key] = once(loads, _collect, (media[e], pools[key]), slots)
+                media[e], pools[key] = once(loads, _collect_slots, (media[e], pools[key]), slots)
         return pools, state.work._replace(scratch=scratch, media=tuple(media))
 
     def store(self, pools: Pools, work: Work, row: Row) -> Pools:
@@ -335,7 +335,7 @@ class Buffers:
                 if (pool, c) in pools:
                     pools[pool, c] = write(
                         pools[pool, c],
-                        self._slot(pool, c, slot, writes),
+                        self._slot_or_unknown(pool, c, slot, writes),
                         scratch[pool, c],
                     )
             split = does(row, c, Kind.INPUT_GRADIENT)
@@ -345,7 +345,9 @@ class Buffers:
             ):
                 if self.shapes.has(*key):
                     stores = writes & (row[column] >= 0)
-                    pools[key], _ = once(stores, _store, (pools[key], scratch[key]), row[column])
+                    pools[key], _ = once(
+                        stores, _store_slot, (pools[key], scratch[key]), row[column]
+                    )
         return self._add_token_gradients(pools, scratch, row)
 
     def _add_token_gradients(self, pools: Pools, scratch: dict[PoolKey, Tree], row: Row) -> Pools:
@@ -357,7 +359,7 @@ class Buffers:
             reader = self.ring.readers[e]
             writes = does(row, reader, Kind.BACKWARD, Kind.INPUT_GRADIENT) & (row["first"] > 0)
             for index in range(self.spec.rows_read[e]):
-                slot = self._slot(*key, row[f"grad_slot.{e}.{index}"], writes)
+                slot = self._slot_or_unknown(*key, row[f"grad_slot.{e}.{index}"], writes)
                 old = read(pools[key], slot)
                 new = read(scratch[key], index)
                 is_first = row[f"grad_is_first.{e}.{index}"] > 0
@@ -369,22 +371,24 @@ class Buffers:
                 pools[key] = write(pools[key], slot, total)
         return pools
 
-    def _slot(self, pool: Pool, c: int, slot: Array, wanted: Array | bool = True) -> Array:
+    def _slot_or_unknown(
+        self, pool: Pool, c: int, slot: Array, wanted: Array | bool = True
+    ) -> Array:
         """The slot or, where it is -1 or not wanted, the slot that tables do not know."""
         return jnp.where((slot >= 0) & wanted, slot, self.spec.room(pool, c))
 
 
-def _load(carry: tuple[Tree, Tree], slot: Array) -> tuple[Tree, Tree]:
+def _load_slot(carry: tuple[Tree, Tree], slot: Array) -> tuple[Tree, Tree]:
     """(value, pool) -> (what the slot holds, pool)."""
     return read(carry[1], slot), carry[1]
 
 
-def _store(carry: tuple[Tree, Tree], slot: Array) -> tuple[Tree, Tree]:
+def _store_slot(carry: tuple[Tree, Tree], slot: Array) -> tuple[Tree, Tree]:
     """(pool, value) -> (pool with the value in the slot, value)."""
     return write(carry[0], slot, carry[1]), carry[1]
 
 
-def _collect(carry: tuple[Tree, Tree], slots: Array) -> tuple[Tree, Tree]:
+def _collect_slots(carry: tuple[Tree, Tree], slots: Array) -> tuple[Tree, Tree]:
     """(media, pool) -> (what several slots hold, zeros for those that are -1; pool)."""
     media, pool = carry
     for index in range(slots.shape[0]):

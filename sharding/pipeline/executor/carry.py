@@ -50,11 +50,11 @@ class Held:
             byte_count = 0
             for leaf, spec in zip(jax.tree.leaves(tree), shapes.specs(pool, c), strict=True):
                 if spec is not None:
-                    byte_count += _bytes(leaf, spec, leading, mesh)
+                    byte_count += _device_bytes(leaf, spec, leading, mesh)
                     continue
                 axes = leading + (pool in (Pool.RESIDUAL, Pool.PENDING))  # 1 more, of the layers
                 is_of_rows = leaf.ndim > axes and leaf.shape[axes] == rows
-                byte_count += _bytes(leaf, activation[:1] if is_of_rows else (), axes, mesh)
+                byte_count += _device_bytes(leaf, activation[:1] if is_of_rows else (), axes, mesh)
             return byte_count
 
         encoders = range(shapes.reader)
@@ -70,7 +70,7 @@ class Held:
         )
 
 
-def _bytes(leaf: Any, spec: Iterable[Any], leading: int, mesh: Mesh | AbstractMesh) -> int:
+def _device_bytes(leaf: Any, spec: Iterable[Any], leading: int, mesh: Mesh | AbstractMesh) -> int:
     """Bytes of one device's part of an array; `spec` is for the axes after the `leading` ones."""
     sharding = NamedSharding(mesh, PartitionSpec(*(None,) * leading, *spec))
     return math.prod(sharding.shard_shape(leaf.shape)) * int(leaf.dtype.itemsize)

@@ -99,7 +99,7 @@ class ManualAxes(NamedTuple):
         axes = self.names if self.summed is None else self.summed[c]
 
         def of_leaf(gradient: Array, spec: PartitionSpec) -> Array:
-            split = {axis for names in spec if names for axis in _names(names)}
+            split = {axis for names in spec if names for axis in _axis_names(names)}
             over = (*others, *(axis for axis in axes if axis not in split))
             total: Array = lax.psum(gradient, over) if over else gradient
             return total
@@ -139,6 +139,6 @@ class TableArrays(NamedTuple):
 AUTOMATIC = ManualAxes()
 
 
-def _names(axes: str | tuple[str, ...]) -> tuple[str, ...]:
+def _axis_names(axes: str | tuple[str, ...]) -> tuple[str, ...]:
     """The axes of one dimension of a partition spec."""
     return (axes,) if isinstance(axes, str) else axes

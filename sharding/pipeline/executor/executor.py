@@ -156,12 +156,12 @@ def _run(
             lambda total, leaf: total.reshape(leaf.shape), work.layers[c], params.trained
         )
         # Layers belong to one stage each; gradients of other parameters are summed over stages.
-        layers.append(manual.added(c, gradients, _of_component(specs.layers, c)))
-        outer.append(manual.added(c, work.outer[c], _of_component(specs.outer, c), axis))
+        layers.append(manual.added(c, gradients, _component_specs(specs.layers, c)))
+        outer.append(manual.added(c, work.outer[c], _component_specs(specs.outer, c), axis))
     return Outputs(loss, sums, tuple(layers), tuple(outer))
 
 
-def _of_component(specs: Any, c: int) -> Any:
+def _component_specs(specs: Any, c: int) -> Any:
     """The specs of one component's trained leaves, or the one spec of all components."""
     return specs if isinstance(specs, PartitionSpec) else specs[c]
 

@@ -58,7 +58,7 @@ class Program:
                 for k in range(len(self.rows[c]))
                 if (branch := self._branch(c, k, kind, row))
             ]
-            values = self._values(pools, work, c, row)
+            values = self._row_values(pools, work, c, row)
 
             def component(
                 work: Work,
@@ -94,7 +94,7 @@ class Program:
                 return lambda work, values: self._weight_gradient(c, k, work, row)
         return None
 
-    def _values(self, pools: Pools, work: Work, c: int, row: Row) -> Values:
+    def _row_values(self, pools: Pools, work: Work, c: int, row: Row) -> Values:
         """The values of component c that a row names; None in place of those without a pool."""
 
         def slot(pool: Pool, column: str) -> Tree:
@@ -111,7 +111,7 @@ class Program:
             media=tuple(work.media[e] for e in self.ring.feeding(c)),
         )
 
-    def _of_class(self, c: int, k: int, values: Values) -> Values:
+    def _class_corners(self, c: int, k: int, values: Values) -> Values:
         """The corners of the values that a row of class k fills."""
         x = self.shapes.x[c][k]
         tokens = () if c == self.reader else self.shapes.tokens[c][k]
@@ -127,19 +127,19 @@ class Program:
 
     def _forward(self, c: int, k: int, work: Work, row: Row, values: Values) -> Work:
         data = read(self.rows[c][k], row["row"])
-        values = self._of_class(c, k, values)
+        values = self._class_corners(c, k, values)
         scratch = dict(work.scratch)
-        y = self._input(c, k, row, data, values)
+        y = self._chunk_input(c, k, row, data, values)
         residual_key = (Pool.RESIDUAL, c)
         if self.shapes.has(*residual_key) and not self.chains[c].head_only:
             # Two loops, of which one makes no turn: a condition would copy the residuals.
             keeps = row["write_residual"] >= 0
             stack, y_box = scratch[residual_key]
             stack, y = self._forward_with_residuals(c, k, row, data, y, stack, keeps)
-            y = self._through_layers(c, k, row, data, y, ~keeps)
+            y = self._run_layers(c, k, row, data, y, ~keeps)
             scratch[residual_key] = (stack, with_corner(y_box, y))
         else:
-            y = self._through_layers(c, k, row, data, y)
+            y = self._run_layers(c, k, row, data, y)
         if (Pool.INPUT, c) in scratch:
             scratch[Pool.INPUT, c] = with_corner(scratch[Pool.INPUT, c], y)
         last = self.components[c][k].last
@@ -148,9 +148,9 @@ class Program:
             box, totals = given
             tokens, losses = self.shapes.parted(c, last(self.outer[c], y, data))
             box = box if tokens is None else with_corner(box, tokens)
-            return box, totals if losses is None else _counted(row, totals, losses)
+            return box, totals if losses is None else _add_counted(row, totals, losses)
 
-        box, (loss, sums) = self._if_last(
+        box, (loss, sums) = self._apply_if_last(
             c, row, finish, (scratch.get((Pool.TOKENS, c)), (work.loss, work.sums[c]))
         )
         if box is not None:
@@ -159,14 +159,14 @@ class Program:
 
     def _backward(self, c: int, k: int, work: Work, row: Row, values: Values, split: bool) -> Work:
         data = read(self.rows[c][k], row["row"])
-        values = self._of_class(c, k, values)
+        values = self._class_corners(c, k, values)
         if self.chains[c].head_only:
             y = self._features(c, k, row, data, values)
             return self._back_through_last(c, k, row, data, y, values, (values.dy, work))[1]
         residual_key = (Pool.RESIDUAL, c)
         stack, y_box = work.scratch[residual_key]
         recomputes = row["read_residual"] < 0
-        x = self._input(c, k, row, data, values)
+        x = self._chunk_input(c, k, row, data, values)
         is_last = True if self.chains[c].depth == 1 else row["last"] > 0
         stack, y = self._forward_with_residuals(
             c,
@@ -186,7 +186,7 @@ class Program:
         work = work._replace(scratch=work.scratch | {residual_key: (stack, with_corner(y_box, y))})
         # At the last chunk dy is not read, but it has the right shape.
         dy = y if values.dy is None else values.dy
-        dy, work = self._if_last(
+        dy, work = self._apply_if_last(
             c,
             row,
             lambda carry: self._back_through_last(c, k, row, data, y, values, carry),
@@ -221,7 +221,7 @@ class Program:
         # If this branch only read the stack, XLA would copy it in the branches that write it. So
         # write something here too, after the loop: `mark` depends on its result.
         mark = sum(leaf.ravel()[0] for leaf in jax.tree.leaves(layers))
-        stack = jax.tree.map(lambda leaf: _marked(leaf, mark), stack)
+        stack = jax.tree.map(lambda leaf: _write_mark(leaf, mark), stack)
         return work._replace(
             scratch=work.scratch | {pending_key: stack},
             layers=replaced(work.layers, c, layers),
@@ -229,13 +229,13 @@ class Program:
 
     # ------------------------------------------------------------------------ forward through a chunk
 
-    def _if_last(self, c: int, row: Row, function: Any, operand: Any) -> Any:
+    def _apply_if_last(self, c: int, row: Row, function: Any, operand: Any) -> Any:
         """function(operand) in the last chunk, the operand elsewhere."""
         if self.chains[c].depth == 1:
             return function(operand)
         return lax.cond(row["last"] > 0, function, unchanged, operand)
 
-    def _input(self, c: int, k: int, row: Row, data: Tree, values: Values) -> Tree:
+    def _chunk_input(self, c: int, k: int, row: Row, data: Tree, values: Values) -> Tree:
         """The input of a chunk's layers: made by `first` in the first chunk, else from a slot."""
 
         def first(x: Tree) -> Tree:
@@ -249,7 +249,7 @@ class Program:
         """The output of a chunk's last layer, for chains of which only the head is trained."""
 
         def computed(x: Tree) -> Tree:
-            return self._through_layers(c, k, row, data, self._input(c, k, row, data, values))
+            return self._run_layers(c, k, row, data, self._chunk_input(c, k, row, data, values))
 
         if values.x is None:
             return computed(None)
@@ -262,7 +262,7 @@ class Program:
         """Number of a layer of the row's chunk among all layers of the rank."""
         return row["chunk"] * self.shapes.per_chunk[c] + index
 
-    def _through_layers(
+    def _run_layers(
         self,
         c: int,
         k: int,
@@ -382,7 +382,7 @@ class Program:
 
         vjp, add, ((_, loss), sums) = self._outer_vjp(c, with_sums, y, has_aux=True)
         d_loss = jnp.ones_like(loss)
-        loss, sums = _counted(row, (work.loss, work.sums[c]), (loss, sums))
+        loss, sums = _add_counted(row, (work.loss, work.sums[c]), (loss, sums))
         work = work._replace(loss=loss, sums=replaced(work.sums, c, sums))
         # Gradients of (tokens, loss); the last chain yields no tokens.
         dy, weights = vjp((values.d_tokens if c < self.reader else None, d_loss))
@@ -472,7 +472,7 @@ class Program:
         return argument_first, add, results
 
 
-def _counted(
+def _add_counted(
     row: Row,
     totals: tuple[Array, Tree],
     results: tuple[Array, Tree],
@@ -485,7 +485,7 @@ def _counted(
     )
 
 
-def _marked(leaf: Array, mark: Array) -> Array:
+def _write_mark(leaf: Array, mark: Array) -> Array:
     """The array with `mark` as its first element."""
     return lax.dynamic_update_slice(
         leaf,

@@ -20,7 +20,7 @@ def lower_bound(graph: Graph) -> int:
     rank_jobs: list[list[Job]] = [[] for _ in range(graph.ring.stages)]
     for n, rank in enumerate(graph.stage):
         rank_jobs[rank].append((before[n], graph.duration[n], to_end[n] - graph.duration[n]))
-    return max(_interruptible(jobs) for jobs in rank_jobs)
+    return max(_interruptible_makespan(jobs) for jobs in rank_jobs)
 
 
 def longest_paths(graph: Graph) -> tuple[list[int], list[int]]:
@@ -40,7 +40,7 @@ def longest_paths(graph: Graph) -> tuple[list[int], list[int]]:
     return before, to_end
 
 
-def _interruptible(jobs: list[Job]) -> int:
+def _interruptible_makespan(jobs: list[Job]) -> int:
     """Least makespan of interruptible jobs on one rank."""
     by_release = sorted(jobs)
     ready: list[tuple[int, int]] = []  # (-longest path that follows, what remains of the duration)

@@ -112,13 +112,13 @@ def greedy(
     """
     priorities = path_priority(graph) if priority is None else [int(value) for value in priority]
     policy = Policy.default(graph)
-    lookup = _Lookup.of(graph)
+    lookup = _LookupTables.of(graph)
     while True:
         best: Schedule | None = None
         for power in powers:
             try:
                 of_power = replace(policy, power=power)
-                schedule = _Greedy(lookup, slots, priorities, of_power, bound).run()
+                schedule = _GreedyRun(lookup, slots, priorities, of_power, bound).run()
             except _StuckError as error:
                 stuck = error
                 continue
@@ -128,7 +128,7 @@ def greedy(
                 bound = lockstep(schedule)
         if best is not None:
             return best
-        if policy.window == 1 or isinstance(stuck, _LongError):
+        if policy.window == 1 or isinstance(stuck, _TooLongError):
             raise PipelineError(str(stuck))
         policy = replace(policy, window=policy.window // 2)
         # The priority may have led into the dead end.
@@ -148,7 +148,7 @@ def rollout(
     bound: the result is None, too, once the lockstep cost can only be greater than this.
     """
     try:
-        return _Greedy(_Lookup.of(graph), slots, priority, policy, bound).run()
+        return _GreedyRun(_LookupTables.of(graph), slots, priority, policy, bound).run()
     except _StuckError:
         return None
 
@@ -157,12 +157,12 @@ class _StuckError(Exception):
     """A dead end."""
 
 
-class _LongError(_StuckError):
+class _TooLongError(_StuckError):
     """The schedule can only be longer than the bound."""
 
 
 @dataclass(frozen=True)
-class _Lookup:
+class _LookupTables:
     """Tables of a graph that the greedy scheduler looks up repeatedly. A class is all operations of
     one chunk and kind."""
 
@@ -179,16 +179,16 @@ class _Lookup:
     ]  # by buffer: which of its writers, counted from 1, makes it occupy a slot
 
     @staticmethod
-    def of(graph: Graph) -> _Lookup:
+    def of(graph: Graph) -> _LookupTables:
         """The tables of a graph, made once for it: a search needs them hundreds of times."""
         # Cached in `__dict__`, because attributes of a frozen record cannot be set
         lookup = graph.__dict__.get("_greedy_lookup")
         if lookup is None:
-            lookup = graph.__dict__["_greedy_lookup"] = _Lookup._make(graph)
+            lookup = graph.__dict__["_greedy_lookup"] = _LookupTables._make(graph)
         return lookup
 
     @staticmethod
-    def _make(graph: Graph) -> _Lookup:
+    def _make(graph: Graph) -> _LookupTables:
         class_numbers: dict[tuple[int, ...], int] = {}
         class_of = []
         for key in zip(graph.stage, graph.chain, graph.depth, graph.kind, strict=True):
@@ -203,7 +203,7 @@ class _Lookup:
                 writes[n].append(index)
             for n in buffer.readers:
                 reads[n].append(index)
-        return _Lookup(
+        return _LookupTables(
             graph=graph,
             class_of=tuple(class_of),
             rank_classes=tuple(map(tuple, rank_classes)),
@@ -216,12 +216,12 @@ class _Lookup:
         )
 
 
-class _Greedy:
+class _GreedyRun:
     """One run of the greedy scheduler; see `greedy`."""
 
     def __init__(
         self,
-        lookup: _Lookup,
+        lookup: _LookupTables,
         slots: Slots | None,
         priority: Sequence[int],
         policy: Policy,
@@ -267,11 +267,11 @@ class _Greedy:
                 heappush(self.heaps[self.lookup.class_of[n]], (self.priority[n], n))
             for rank_pool in releases.pop(tick, ()):
                 self.free[rank_pool] += 1
-            row = self._pick([self._choices(rank) for rank in range(stages)], last_side)
+            row = self._pick_row([self._candidates(rank) for rank in range(stages)], last_side)
             # Waiting helps while an operation is still to become possible, or a slot to become
             # free; otherwise all later ticks would be the same.
             if max(row) == WAITS and not arrivals and not releases:
-                raise _StuckError(self._dead_end())
+                raise _StuckError(self._dead_end_text())
             length = 0
             for rank, n in enumerate(row):
                 if n == WAITS:
@@ -287,22 +287,22 @@ class _Greedy:
                 heappop(self.heaps[class_number])
                 last_side[rank] = self.lookup.side[class_number]
                 done += 1
-                self._occupy(n)
+                self._occupy_slots(n)
                 for when, follower in self.clock.finish(n, tick):
                     arrivals[when].append(follower)
-                self._release(n, tick, releases)
+                self._release_slots(n, tick, releases)
             rows.append(row)
             cost += length
             # The remaining ticks together take at least as long as any rank's remaining work.
             if self.bound is not None and cost + max(self.work) > self.bound:
-                raise _LongError("the schedule is longer than the bound")
+                raise _TooLongError("the schedule is longer than the bound")
         while rows and max(rows[-1]) == WAITS:
             rows.pop()
         return Schedule.of_rows(self.graph, rows)
 
     # ------------------------------------------------------------------------ possible operations
 
-    def _choices(self, rank: int) -> list[Choice]:
+    def _candidates(self, rank: int) -> list[Choice]:
         """The best operation of every class that can run now."""
         choices = []
         limit = self.base + self.policy.window
@@ -324,13 +324,13 @@ class _Greedy:
                     return False
         return True
 
-    def _occupy(self, n: int) -> None:
+    def _occupy_slots(self, n: int) -> None:
         for buffer in self.lookup.writes[n]:
             self.written[buffer] += 1
             if self.written[buffer] == self.lookup.opens[buffer]:
                 self.free[self.lookup.rank_pool[buffer]] -= 1
 
-    def _release(self, n: int, tick: int, releases: dict[int, list[RankPool]]) -> None:
+    def _release_slots(self, n: int, tick: int, releases: dict[int, list[RankPool]]) -> None:
         """Free the slots that no operation needs any more, from the next tick on."""
         for buffer in self.lookup.reads[n]:
             self.unread[buffer] -= 1
@@ -348,7 +348,7 @@ class _Greedy:
 
     # ------------------------------------------------------------------------ best operations
 
-    def _pick(self, choices: list[list[Choice]], last_side: list[int]) -> list[int]:
+    def _pick_row(self, choices: list[list[Choice]], last_side: list[int]) -> list[int]:
         """The operations of a tick, one for each rank, -1 for none."""
         near = self.policy.near
         late = self.policy.late
@@ -383,19 +383,19 @@ class _Greedy:
                 row.append(chosen)
                 work += chosen_duration
             # Lengths ascend, so of equal shares the longest tick is taken.
-            if work / self._weight(length) >= best_share:
-                best_share = work / self._weight(length)
+            if work / self._tick_weight(length) >= best_share:
+                best_share = work / self._tick_weight(length)
                 best_row = row
         return best_row
 
-    def _weight(self, duration: int) -> float:
+    def _tick_weight(self, duration: int) -> float:
         """duration ** (power / 4), by operations that are exact to the last bit on any machine."""
         if duration not in self.weights:
             root = math.sqrt(math.sqrt(duration**self.policy.power))
             self.weights[duration] = float(duration) if self.policy.power == 4 else root
         return self.weights[duration]
 
-    def _dead_end(self) -> str:
+    def _dead_end_text(self) -> str:
         if self.blocked is None:
             return "the operations wait for each other"
         pool, chain, rank = self.blocked

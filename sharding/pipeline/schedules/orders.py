@@ -23,9 +23,9 @@ def gpipe(graph: Graph) -> Schedule:
     has gone forward itself, and until then it only makes the others' ticks longer; so all backwards
     wait for the last forward, unless that takes more time.
     """
-    units = _units(graph, graph.size)
-    orders = [_flat(forward + backward) for forward, backward in units]
-    backwards = frozenset(n for _, backward in units for n in _flat(backward))
+    units = _pass_units(graph, graph.size)
+    orders = [_flatten(forward + backward) for forward, backward in units]
+    backwards = frozenset(n for _, backward in units for n in _flatten(backward))
     return min(follow(graph, orders), follow(graph, orders, backwards), key=lockstep)
 
 
@@ -38,7 +38,7 @@ def one_f_one_b(graph: Graph) -> Schedule:
     last_rank = graph.ring.stages - 1
     orders = [
         _alternate(forward, backward, warmup=last_rank - rank)
-        for rank, (forward, backward) in enumerate(_units(graph, 1))
+        for rank, (forward, backward) in enumerate(_pass_units(graph, 1))
     ]
     return follow(graph, orders)
 
@@ -52,7 +52,7 @@ def interleaved(graph: Graph) -> Schedule:
     longer, by one group at a time until the orders are possible.
     """
     stages = graph.ring.stages
-    units = _units(graph, stages)
+    units = _pass_units(graph, stages)
     longest = max(len(forward) for forward, _ in units)
     chunks = [
         sum(chain.stages.count(rank) for chain in graph.ring.chains) for rank in range(stages)
@@ -73,7 +73,7 @@ def interleaved(graph: Graph) -> Schedule:
                 raise
 
 
-def _units(graph: Graph, together: int) -> list[tuple[Units, Units]]:
+def _pass_units(graph: Graph, together: int) -> list[tuple[Units, Units]]:
     """Forward and backward units of every rank, in the order of a pass.
 
     `together` microbatches go through a chunk before any goes through the next; with 1, a unit
@@ -84,10 +84,10 @@ def _units(graph: Graph, together: int) -> list[tuple[Units, Units]]:
     if 1 < together <= graph.ring.stages:
         # An incomplete group would reach the later ranks too early: fill it up with empty units.
         groups = -(-groups // together) * together
-    return [_units_of_rank(graph, rank, together, groups) for rank in range(graph.ring.stages)]
+    return [_rank_units(graph, rank, together, groups) for rank in range(graph.ring.stages)]
 
 
-def _units_of_rank(graph: Graph, rank: int, together: int, groups: int) -> tuple[Units, Units]:
+def _rank_units(graph: Graph, rank: int, together: int, groups: int) -> tuple[Units, Units]:
     chunks = [
         (c, d)
         for c, chain in enumerate(graph.ring.chains)
@@ -112,10 +112,12 @@ def _units_of_rank(graph: Graph, rank: int, together: int, groups: int) -> tuple
         else:
             backward[group // together, -index, group].append(n)
     width = len(chunks) if together == 1 else 1
-    return _in_order(graph, forward, width), _in_order(graph, backward, width)
+    return _sorted_units(graph, forward, width), _sorted_units(graph, backward, width)
 
 
-def _in_order(graph: Graph, operations: dict[tuple[int, int, int], list[int]], width: int) -> Units:
+def _sorted_units(
+    graph: Graph, operations: dict[tuple[int, int, int], list[int]], width: int
+) -> Units:
     """Units in the order of their keys, `width` at a time joined into one."""
     units = [
         sorted(operations[key], key=lambda n: (graph.microbatch[n], graph.kind[n]))
@@ -123,17 +125,17 @@ def _in_order(graph: Graph, operations: dict[tuple[int, int, int], list[int]], w
     ]
     if width == 1:
         return units
-    return [_flat(units[start : start + width]) for start in range(0, len(units), max(1, width))]
+    return [_flatten(units[start : start + width]) for start in range(0, len(units), max(1, width))]
 
 
-def _flat(units: Units) -> list[int]:
+def _flatten(units: Units) -> list[int]:
     return list(itertools.chain.from_iterable(units))
 
 
 def _alternate(forward: Units, backward: Units, warmup: int) -> list[int]:
     """`warmup` forward units, then one forward and one backward in turn, then those that remain."""
-    order = _flat(forward[:warmup])
+    order = _flatten(forward[:warmup])
     remaining = forward[warmup:]
     for index in range(max(len(remaining), len(backward))):
-        order += _flat(remaining[index : index + 1] + backward[index : index + 1])
+        order += _flatten(remaining[index : index + 1] + backward[index : index + 1])
     return order

@@ -47,7 +47,7 @@ def shortest(
     else:
         schedules = []
         # Counting slots takes longest: orders are tried from the shortest on, up to one that fits.
-        for schedule in sorted(_kept_orders(graph, fixed_orders), key=lockstep):
+        for schedule in sorted(_possible_schedules(graph, fixed_orders), key=lockstep):
             if bound is not None and lockstep(schedule) > bound:
                 break
             if _fits(schedule, slots):
@@ -76,10 +76,12 @@ def fitting_orders(
     graph: Graph, fixed_orders: Iterable[Order], slots: Slots | None = None
 ) -> list[Schedule]:
     """The schedules of the fixed orders that are possible and fit the slots."""
-    return [schedule for schedule in _kept_orders(graph, fixed_orders) if _fits(schedule, slots)]
+    return [
+        schedule for schedule in _possible_schedules(graph, fixed_orders) if _fits(schedule, slots)
+    ]
 
 
-def _kept_orders(graph: Graph, fixed_orders: Iterable[Order]) -> Iterator[Schedule]:
+def _possible_schedules(graph: Graph, fixed_orders: Iterable[Order]) -> Iterator[Schedule]:
     for fixed_order in fixed_orders:
         try:
             yield fixed_order(graph)

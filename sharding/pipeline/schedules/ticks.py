@@ -27,13 +27,13 @@ class TickClock:
         self.hops = [graph.ring.delivery_hops(encoder) for encoder in encoders]
         self._waits = list(graph.waits)
         self._earliest = [0] * graph.size
-        self._shares: dict[tuple[int, int], int] = defaultdict(
+        self._missing_shares: dict[tuple[int, int], int] = defaultdict(
             int,
         )  # token gradients that a sum still lacks
         for shares in graph.returns:
             for encoder, sub, _ in shares:
-                self._shares[encoder, sub] += 1
-        self._wire_free = [0] * len(
+                self._missing_shares[encoder, sub] += 1
+        self._wire_free_tick = [0] * len(
             encoders,
         )  # tick from which the wire of an encoder's token gradients is free
 
@@ -54,14 +54,14 @@ class TickClock:
             if not waits[follower]:
                 released.append((earliest[follower], follower))
         for encoder, sub, follower in self.graph.returns[n]:
-            self._shares[encoder, sub] -= 1
-            if not self._shares[encoder, sub]:
+            self._missing_shares[encoder, sub] -= 1
+            if not self._missing_shares[encoder, sub]:
                 send = tick
                 if self.hops[encoder]:
                     # All sums of an encoder share a wire, which takes one of them a tick. They go
                     # the same way at the same speed, so they cannot meet on a later hop.
-                    send = max(tick, self._wire_free[encoder])
-                    self._wire_free[encoder] = send + 1
+                    send = max(tick, self._wire_free_tick[encoder])
+                    self._wire_free_tick[encoder] = send + 1
                 self.sent[encoder, sub] = send
                 earliest[follower] = max(earliest[follower], send + max(1, self.hops[encoder]))
             waits[follower] -= 1
