@@ -271,13 +271,13 @@ def cluster_of(name_or_file: str) -> Cluster:
     Raises:
       ClusterError: there is no such record, or the file does not describe one.
     """
-    return _found(name_or_file, ())
+    return _resolve(name_or_file, ())
 
 
-def _found(name_or_file: str, readers: tuple[Path, ...]) -> Cluster:
+def _resolve(name_or_file: str, readers: tuple[Path, ...]) -> Cluster:
     """`cluster_of`, for a name in `like` of the last of `readers` (resolved paths), if any."""
     if name_or_file.endswith(SUFFIXES):
-        return _from_file(Path(name_or_file), readers)
+        return _read_cluster(Path(name_or_file), readers)
     if name_or_file not in CLUSTERS:
         matches = difflib.get_close_matches(name_or_file, CLUSTERS, 1)
         meant = f"; did you mean {matches[0]}?" if matches else "."
@@ -287,7 +287,7 @@ def _found(name_or_file: str, readers: tuple[Path, ...]) -> Cluster:
     return CLUSTERS[name_or_file]
 
 
-def _from_file(path: Path, readers: tuple[Path, ...]) -> Cluster:
+def _read_cluster(path: Path, readers: tuple[Path, ...]) -> Cluster:
     """The record of a YAML file, completed from the record or file in its `like`."""
     readers = (*readers, path.resolve())
     if readers[-1] in readers[:-1]:
@@ -304,20 +304,20 @@ def _from_file(path: Path, readers: tuple[Path, ...]) -> Cluster:
     base: dict[str, Any] = {}
     if like is not None:
         beside = path.parent / str(like)
-        base = _found(str(beside if beside.suffix in SUFFIXES else like), readers).model_dump()
+        base = _resolve(str(beside if beside.suffix in SUFFIXES else like), readers).model_dump()
     try:
         # JSON mode is strict about types, but takes a whole number for a float
-        return Cluster.model_validate_json(json.dumps(_merged(base, {"name": path.stem} | tree)))
+        return Cluster.model_validate_json(json.dumps(_merge(base, {"name": path.stem} | tree)))
     except ValidationError as error:
         first_error = error.errors()[0]
         key = ".".join(map(str, first_error["loc"]))
         raise ClusterError(f"cluster file {path}: {key}: {first_error['msg']}") from error
 
 
-def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """`base` with the keys of `changes` replaced, in nested mappings one by one."""
     return base | {
-        key: _merged(base[key], value)
+        key: _merge(base[key], value)
         if isinstance(value, dict) and isinstance(base.get(key), dict)
         else value
         for key, value in changes.items()

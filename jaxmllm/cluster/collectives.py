@@ -86,10 +86,10 @@ def collective_seconds(
         transfer = max(transfer, sent / (inside * far_rate))
     return (
         transfer
-        + _hops(operation, group.devices) * (between_nodes if crosses else in_node).hop_seconds
+        + _hop_count(operation, group.devices) * (between_nodes if crosses else in_node).hop_seconds
     )
 
 
-def _hops(operation: str, devices: int) -> float:
+def _hop_count(operation: str, devices: int) -> float:
     ring = devices - 1
     return min(2 * ring, 4 * math.log2(devices)) if operation == ALL_REDUCE else ring

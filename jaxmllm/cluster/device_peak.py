@@ -76,10 +76,10 @@ def programs_peak(
     from jaxmllm.training.programs.phased import PhasedPrograms
 
     if isinstance(programs, PhasedPrograms):
-        names = _phased(programs)
+        names = _phased_results(programs)
         kept_bytes = _kept(programs, microbatches or {})
     else:
-        names = _traced(programs)
+        names = _traced_results(programs)
         kept_bytes = 0
     totals: Sizes = {}
     for name, fresh in names:
@@ -93,21 +93,21 @@ def programs_peak(
     return step_peak({**asdict(resident(programs)), "kept for backward": kept_bytes}, totals)
 
 
-def _phased(programs: PhasedPrograms) -> Iterator[tuple[ProgramName, int]]:
+def _phased_results(programs: PhasedPrograms) -> Iterator[tuple[ProgramName, int]]:
     """The programs of a step that take memory of their own, each with the bytes of results that do
     not reuse an argument's memory."""
     from jaxmllm.training.programs.base import ProgramName
 
     yield ProgramName("update"), 0
-    if unfinished := _unfinished(programs):
-        yield ProgramName("add_replicas"), unfinished
+    if unreduced := _unreduced_bytes(programs):
+        yield ProgramName("add_replicas"), unreduced
     for phase, spec in programs.spec.phases.items():
         names = programs.functions_of(phase).names
         for capacity, span in spec.classes:
             yield from ((ProgramName(name, phase, capacity, span), 0) for name in names)
 
 
-def _unfinished(programs: PhasedPrograms) -> int:
+def _unreduced_bytes(programs: PhasedPrograms) -> int:
     """Bytes of gradients that are reduced between devices once per step: at that time they are held
     in addition to their sums."""
     import jax
@@ -133,8 +133,8 @@ def _kept(programs: PhasedPrograms, microbatches: Mapping[str, int]) -> int:
     return total
 
 
-def _traced(programs: Programs) -> Iterator[tuple[ProgramName, int]]:
-    """The result of `_phased` for any programs, from their jobs."""
+def _traced_results(programs: Programs) -> Iterator[tuple[ProgramName, int]]:
+    """The result of `_phased_results` for any programs, from their jobs."""
     from jaxmllm.setup.ahead import OUTSIDE_STEPS
 
     for name, job in programs.jobs.items():

@@ -90,14 +90,14 @@ class DrawingProgram(PhaseProgram):
             keys = 2 * 2 * self.slots * self.layout.parts * self.keys
         return GAPS * (self.slots * values + SUM_BYTES * gradients) + keys
 
-    def _projected(self) -> float:
+    def _bytes_outside_layers(self) -> float:
         """Bytes outside of layers: gradients, gathered parameters that compute in float32, and
         states with their gradients."""
         outside = [weight for weight in self.weights if not weight.layers]
         trained = [weight for weight in (*outside, *self.projector_weights) if weight.trained]
         gradients = SUM_BYTES * sum(weight.numbers for weight in trained)
         wide = [weight.numbers for weight in outside if weight.wide and weight.parts > 1]
-        return gradients + WIDE * sum(wide) + 2 * self.slots * self._language
+        return gradients + WIDE * sum(wide) + 2 * self.slots * self._language_width
 
     def forward(self, keeps: bool) -> dict[str, float]:
         width, mlp = DRAWING_FORWARD

@@ -64,7 +64,7 @@ def fitted(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
     # tick that is in addition to its operations.
     def changed_by(x: Floats) -> Cluster:
         share, rate, hop = np.exp(x[:3]).tolist()
-        return _changed(cluster, share, rate, hop, float(x[3]) * tick)
+        return _rescaled(cluster, share, rate, hop, float(x[3]) * tick)
 
     def residuals(x: Floats) -> Floats:
         changed = changed_by(x)
@@ -87,7 +87,7 @@ def fitted(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
     return fitted_cluster.model_copy(update={"efficiency": efficiency, "source": source})
 
 
-def _changed(cluster: Cluster, share: float, rate: float, hop: float, tick: float) -> Cluster:
+def _rescaled(cluster: Cluster, share: float, rate: float, hop: float, tick: float) -> Cluster:
     """The cluster with efficiency, link rates and hop seconds multiplied by these factors, and
     `tick` seconds added per tick."""
 

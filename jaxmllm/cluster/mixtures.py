@@ -86,24 +86,26 @@ class Mixture:
     @property
     def forward(self) -> Passed:
         """Tokens and weights to the experts; sums back."""
-        return Passed((self._of_tokens, self._of_weights), self._of_numbers, (self._of_tokens,))
+        return Passed(
+            (self._token_bytes, self._weight_bytes), self._index_bytes, (self._token_bytes,)
+        )
 
     @property
     def backward(self) -> Passed:
         """Tokens, gradients and weights to the experts; gradients of tokens and weights back."""
-        gathered = (self._of_tokens, self._of_tokens, self._of_weights)
-        return Passed(gathered, self._of_numbers, (self._of_tokens, self._of_weights))
+        gathered = (self._token_bytes, self._token_bytes, self._weight_bytes)
+        return Passed(gathered, self._index_bytes, (self._token_bytes, self._weight_bytes))
 
     @property
-    def _of_tokens(self) -> float:
+    def _token_bytes(self) -> float:
         return self.all_tokens * self.width * self.itemsize
 
     @property
-    def _of_weights(self) -> float:
+    def _weight_bytes(self) -> float:
         return self.all_tokens * self.per_token * WIDE
 
     @property
-    def _of_numbers(self) -> float:
+    def _index_bytes(self) -> float:
         return self.all_tokens * self.per_token * INDEX
 
     # ------------------------------------------------------------------ what is computed

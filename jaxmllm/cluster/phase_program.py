@@ -90,7 +90,7 @@ class Weight:
         return WIDE * max(self.layers, 1) * self.numbers / self.parts
 
 
-def _weights(model: MLLM, name: str) -> list[Weight]:
+def _weights_of(model: MLLM, name: str) -> list[Weight]:
     """Records of a component's parameters."""
     import jax
 
@@ -134,8 +134,8 @@ class PhaseProgram:
         self.shapes: Any = getattr(model.config, self.phase)
         self.itemsize = self.component.dtype.itemsize
         self.decoder = self.phase == LANGUAGE
-        self._parts_of_slots = self.shapes.stem_stride * self.layout.parts / name.span
-        self.tokens = name.capacity / self._parts_of_slots
+        self._slots_per_token = self.shapes.stem_stride * self.layout.parts / name.span
+        self.tokens = name.capacity / self._slots_per_token
         phase = model.phases[self.phase]
         projectors = [name for name in phase.components if name.startswith(PROJECTOR)]
         self.projector = projectors[0] if projectors else None
@@ -154,13 +154,13 @@ class PhaseProgram:
         self.mlp = mlp_width / layout.size("mlp")
         self.queries = shapes.heads * shapes.head_size / layout.size("heads")
         self.keys = kv_heads * shapes.head_size / layout.size("kv_heads")
-        self.weights = [weight for name in self.tower for weight in _weights(self.model, name)]
-        self.projector_weights = _weights(self.model, self.projector) if self.projector else []
+        self.weights = [weight for name in self.tower for weight in _weights_of(self.model, name)]
+        self.projector_weights = _weights_of(self.model, self.projector) if self.projector else []
 
     def with_rows(self, capacity: int) -> PhaseProgram:
         """The same program for rows of `capacity` slots per rank."""
         program = copy.copy(self)
-        program.tokens = capacity / self._parts_of_slots
+        program.tokens = capacity / self._slots_per_token
         return program
 
     def temporaries(self, keeps: bool = False) -> Temporaries:
@@ -222,23 +222,23 @@ class PhaseProgram:
     # ------------------------------------------------------------------ moments
 
     def backward(self) -> dict[str, float]:
-        projected = self._projected()
+        projected = self._bytes_outside_layers()
         if self.features:
             return {"projector": projected}
         moments = {"layer backward": self.kept + self.turned + self._layer() + projected}
         if self.planes:
             moments["stem backward"] = PLANES_BACKWARD * self.planes + self.turned
         if self.decoder:
-            moments["layer backward"] += self.stays * self._head_gradient()
-            moments["head"] = self.kept + self.turned + self._head()
+            moments["layer backward"] += self.stays * self._head_gradient_bytes()
+            moments["head"] = self.kept + self.turned + self._head_bytes()
         return moments
 
     def staged(self) -> dict[str, float]:
         """Bytes of one backward operation of a pipeline at its moments, without what the loop over
         the schedule carries."""
-        moments = {"layer backward": self._layer() + self._projected()}
+        moments = {"layer backward": self._layer() + self._bytes_outside_layers()}
         if self.decoder:
-            moments["head"] = self._head()
+            moments["head"] = self._head_bytes()
         return moments
 
     def in_stages(self, stages: int) -> int:
@@ -269,23 +269,23 @@ class PhaseProgram:
             experts = self.mixture.held_backward(any(weight.trained for weight in self.weights))
         return GAPS * (self.slots * values + gradients) + experts
 
-    def _head(self) -> float:
+    def _head_bytes(self) -> float:
         """Bytes of the loop over chunks of logits, with the head and its gradient whole."""
         from jaxmllm.training.objectives.tokens import chunk_size
 
         chunk = chunk_size(int(self.tokens), self.shapes.loss_chunk)
         logits = chunk * self.model.vocab_size / self.layout.size("vocab")
         return (
-            self._head_gradient()
-            + self.itemsize * self._table()
+            self._head_gradient_bytes()
+            + self.itemsize * self._table_numbers()
             + (WIDE + self.itemsize) * logits
             + HEAD_ROWS * self.slots * self.width
         )
 
-    def _head_gradient(self) -> float:
+    def _head_gradient_bytes(self) -> float:
         """Bytes of the head's whole gradient, in float32; 0 where only layers are trained."""
         trained = any(weight.trained and not weight.layers for weight in self.weights)
-        return SUM_BYTES * trained * self._table()
+        return SUM_BYTES * trained * self._table_numbers()
 
     def residuals(self) -> float:
         """Bytes that a forward pass leaves for another program: values of trained layers, of a
@@ -299,16 +299,16 @@ class PhaseProgram:
         shapes = self.shapes.projector
         read = shapes.inputs(self.width, self.shapes.merged)
         of_slot = read + PROJECTOR_KEPT * self._projector_width
-        projector = self._merged * self.shapes.projectors * of_slot
+        projector = self._merged_slots * self.shapes.projectors * of_slot
         norm += (shapes.norm is not None) * self.tokens / self.shapes.merged * 2 * WIDE * (read + 1)
         stem = STEM_KEPT * self.slots * self.width if self._has_stem else 0.0
         return self.kept + stem + norm + projector
 
-    def _table(self) -> float:
+    def _table_numbers(self) -> float:
         """Numbers of the head, or of the embedding, on one device."""
         return self.model.vocab_size * self.width / self.layout.size("vocab")
 
-    def _projected(self) -> float:
+    def _bytes_outside_layers(self) -> float:
         """Bytes of a tower's projector: gradients that wait to be scattered, and tokens."""
         if self.projector is None:
             return 0.0
@@ -316,7 +316,7 @@ class PhaseProgram:
         gradients = SUM_BYTES * sum(weights)
         if self.features:  # the first one is converted while the second one is in memory
             gradients += self.itemsize * max(weights, default=0.0)
-        return gradients + 2 * self._merged * self.shapes.projectors * self._language
+        return gradients + 2 * self._merged_slots * self.shapes.projectors * self._language_width
 
     @property
     def planes(self) -> float:
@@ -330,19 +330,19 @@ class PhaseProgram:
         return isinstance(self.shapes, AudioConfig)
 
     @property
-    def _merged(self) -> float:
+    def _merged_slots(self) -> float:
         """Bytes of one value in every token that a projector yields."""
         return self.slots / self.shapes.merged
 
     @property
-    def _language(self) -> int:
+    def _language_width(self) -> int:
         return int(self.model.config.language.width)
 
     @property
     def _projector_width(self) -> int:
         """Width of the projector's MLP; 0 where the projector is linear."""
         shapes = self.shapes.projector
-        return 0 if shapes.linear else shapes.mlp_width or self._language
+        return 0 if shapes.linear else shapes.mlp_width or self._language_width
 
     def forward(self, keeps: bool) -> dict[str, float]:
         width, mlp, queries = FORWARD_RUNNING[self.decoder]
@@ -365,6 +365,6 @@ class PhaseProgram:
         if self.planes:
             moments["stem forward"] = PLANES * self.planes
         if self.decoder and not states:
-            moments["embedding"] = self.turned + (not self.stays) * WIDE * self._table()
+            moments["embedding"] = self.turned + (not self.stays) * WIDE * self._table_numbers()
             moments["embedding"] += self.slots * self.width
         return moments

@@ -136,7 +136,7 @@ class PhaseSeconds:
         names = self.functions
         kept = number < self.programs.kept_residuals.get(self.phase, 0)
         if self.phase == LANGUAGE:
-            return self._calls_of_decoder(kept, again)
+            return self._decoder_calls(kept, again)
         if self.drawing is not None:
             return [(names.backward, Passes(1, 1, **again))]
         if not names.backward:
@@ -152,7 +152,7 @@ class PhaseSeconds:
             (backward, Passes(once_more, 1, **made_again)),
         ]
 
-    def _calls_of_decoder(self, kept: bool, again: Mapping[str, Any]) -> list[tuple[str, Passes]]:
+    def _decoder_calls(self, kept: bool, again: Mapping[str, Any]) -> list[tuple[str, Passes]]:
         """The decoder's programs: its states are computed first where a generator reads them, and
         again with the backward pass where nothing of that was kept."""
         names = self.functions
@@ -206,11 +206,11 @@ class PhaseSeconds:
             of_conditions = self.drawing.flops_of_conditions(self.again)
             products += beside * of_conditions / linear * of_all
         products *= slots / inner
-        pairs = self._pairs(per_square, squares, passes) / row_parts / inner
+        pairs = self._attention_flops(per_square, squares, passes) / row_parts / inner
         width = self.shapes.width / inner
         rate = device.product_rate(slots, width)
         if self.mixture is not None:
-            mixture = self._mixture(slots, span)
+            mixture = self._row_mixture(slots, span)
             rate = mixture.product_rate(device, slots, width, self.of_experts / linear)
         seconds = products / rate + pairs / device.attention_rate
         if self.drawing is not None:
@@ -219,7 +219,7 @@ class PhaseSeconds:
             moved = self.drawing.modulation(*of_row, forward, passes.backward)
             seconds += moved / (device.wide_peak * device.efficiency)
         seconds += device.memory_seconds(self._traffic(slots, inner, capacity, span, passes))
-        inside, weights = self._sends(function, capacity, span)
+        inside, weights = self._split_sends(function, capacity, span)
         return Microbatch(seconds, products + pairs, inside, weights)
 
     def _kept(self, capacity: int, span: int) -> float:
@@ -233,7 +233,7 @@ class PhaseSeconds:
             self._known_kept[row_class] = phase_program(model, name).kept
         return self._known_kept[row_class]
 
-    def _sends(
+    def _split_sends(
         self, function: str, capacity: int, span: int
     ) -> tuple[tuple[Send, ...], tuple[Send, ...]]:
         """What a program sends: what layers wait for, and weights and their gradients."""
@@ -254,7 +254,7 @@ class PhaseSeconds:
             self._known_sends[name] = inside, weights
         return self._known_sends[name]
 
-    def _pairs(
+    def _attention_flops(
         self,
         per_square: list[float],
         squares: tuple[float, ...],
@@ -268,7 +268,7 @@ class PhaseSeconds:
         returned = (with_backward - once) * FLASH_BACKWARD / BACKWARD
         return (passes.forward + passes.attention_again) * once + passes.backward * returned
 
-    def _mixture(self, slots: float, span: int) -> Mixture:
+    def _row_mixture(self, slots: float, span: int) -> Mixture:
         """The experts of a layer, for rows of so many slots on a device."""
         assert self.mixture is not None
         layout = self.component.layout.spanned(span)
@@ -299,7 +299,7 @@ class PhaseSeconds:
             summed = shards * ACCUMULATED_BYTES
         blocks = 0.0
         if self.mixture is not None:
-            mixture = self._mixture(slots, span)
+            mixture = self._row_mixture(slots, span)
             trained = self.phase in self.programs.functions.trainable_of(self.phase)
             blocks = mixture.block_traffic(passes.forward, passes.backward, trained)
         return activations + copied + summed + self.shapes.layers * blocks

@@ -130,7 +130,7 @@ def leaves(tree: Any, component: Component) -> Iterator[Leaf]:
         path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
         split: dict[bool, list[str]] = {True: [], False: []}
         for name, entry in zip(axes.names, leaf.sharding.spec, strict=False):
-            split[name in KEPT_AXES] += _axes(entry) if entry else ()
+            split[name in KEPT_AXES] += _axis_tuple(entry) if entry else ()
         yield Leaf(
             path=path,
             size=math.prod(leaf.shape),
@@ -142,7 +142,7 @@ def leaves(tree: Any, component: Component) -> Iterator[Leaf]:
         )
 
 
-def _axes(entry: str | tuple[str, ...]) -> tuple[str, ...]:
+def _axis_tuple(entry: str | tuple[str, ...]) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else entry
 
 
@@ -153,13 +153,13 @@ def program_sends(programs: PhasedPrograms, name: ProgramName) -> list[Send] | N
     if name.function in ("hop", "hop_back"):
         return None
     if name.function == "add_replicas":
-        return list(_joined(_replicas(programs)))
+        return list(_moving_sends(_replica_sums(programs)))
     if name.function not in (*FORWARD, *BACKWARD):
         return []
-    of_phase = _Phase(programs, name)
-    if of_phase.moves_residuals:
+    program = _ProgramSends(programs, name)
+    if program.moves_residuals:
         return None
-    return list(_joined(of_phase.sends()))
+    return list(_moving_sends(program.sends()))
 
 
 def ring_bytes(sends: Iterable[Send]) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -171,7 +171,7 @@ def ring_bytes(sends: Iterable[Send]) -> dict[tuple[str, tuple[str, ...]], float
     return total
 
 
-def _joined(sends: Iterable[Send]) -> Iterator[Send]:
+def _moving_sends(sends: Iterable[Send]) -> Iterator[Send]:
     """The sends without those that move nothing, such as those of a single device."""
     return (send for send in sends if send.devices > 1 and send.array_bytes and send.times)
 
@@ -200,7 +200,7 @@ def expert_sends(mixture: Mixture, forward: float, backward: float) -> Iterator[
         yield from (replace(send, of_experts=True) for send in sends if times)
 
 
-def _replicas(programs: PhasedPrograms) -> Iterator[Send]:
+def _replica_sums(programs: PhasedPrograms) -> Iterator[Send]:
     """Sums of gradients over the devices that hold the same shard, once per step. Gradients that
     stayed whole until then are first scattered to their shards."""
     for component, trained in programs.trained.items():
@@ -222,7 +222,7 @@ def _stays_whole(settings: Component, leaf: Leaf) -> bool:
     return settings.settings.reduce == "step" and not (looked_up or leaf.apart)
 
 
-class _Phase:
+class _ProgramSends:
     """One program of a phase and row class."""
 
     def __init__(self, programs: PhasedPrograms, name: ProgramName):
@@ -250,15 +250,15 @@ class _Phase:
     @property
     def moves_residuals(self) -> bool:
         keeps = bool(self.programs.kept_residuals.get(self.phase))
-        return self.function in ("encode", "language_states") and keeps and self._inner > 1
+        return self.function in ("encode", "language_states") and keeps and self._tensor_devices > 1
 
     @property
-    def _inner(self) -> int:
+    def _tensor_devices(self) -> int:
         """Number of devices that split each layer (tensor parallelism)."""
         return devices_along(self.layout, self.layout.mesh_axes("mlp"))
 
     @property
-    def _on_cpus(self) -> bool:
+    def _is_for_cpus(self) -> bool:
         """Whether programs are compiled for CPUs. A mesh without devices counts as GPUs."""
         from jax.sharding import Mesh
 
@@ -269,14 +269,14 @@ class _Phase:
 
     def sends(self) -> Iterator[Send]:
         for component in self.components:
-            yield from self._weights(component)
+            yield from self._weight_sends(component)
         if self.phase in self.components:
-            yield from self._parts()
-            yield from self._activations()
-            yield from self._adapters()
-            yield from self._experts()
+            yield from self._shared_row_sends()
+            yield from self._activation_sums()
+            yield from self._adapter_sums()
+            yield from self._mixture_sends()
 
-    def _weights(self, component: str) -> Iterator[Send]:
+    def _weight_sends(self, component: str) -> Iterator[Send]:
         settings = self.model.components[component]
         layout = settings.layout
         itemsize = settings.dtype.itemsize
@@ -320,7 +320,7 @@ class _Phase:
         returned = trained and self.backward
         yield _send(layout, EXCHANGE, leaf.gathered, looked_up, self.forward + returned)
 
-    def _parts(self) -> Iterator[Send]:
+    def _shared_row_sends(self) -> Iterator[Send]:
         """Collectives of rows that several devices hold: keys and values, the pool that the parts
         fill, and media tokens, which outside of the program are in the order of the row."""
         layout = self.layout
@@ -359,7 +359,7 @@ class _Phase:
             return returns or self.function == "language_states"
         return False
 
-    def _activations(self) -> Iterator[Send]:
+    def _activation_sums(self) -> Iterator[Send]:
         """Sums over devices that split layers: of what a layer adds to its input, and of the
         gradients of the inputs of its products."""
         layout = self.layout
@@ -371,8 +371,8 @@ class _Phase:
         # matrices before the activation. Their gradients are added before they are summed over
         # devices, except by the compiler for CPUs
         whole_mlps = self.mixture is None  # `expert_sends` counts the sums of experts
-        of_mlps = (self.shapes.mlp_matrices - 1 if self._on_cpus else 1) * whole_mlps
-        reading = (3 if self._on_cpus else 1) + of_mlps
+        of_mlps = (self.shapes.mlp_matrices - 1 if self._is_for_cpus else 1) * whole_mlps
+        reading = (3 if self._is_for_cpus else 1) + of_mlps
         attentions = getattr(self.shapes, "attentions", 1)
         generates = self.phase in self.programs.generators
         reading += attentions - 1  # the queries of a second attention
@@ -388,7 +388,7 @@ class _Phase:
                 of_conditions = 2 * self.forward + self.backward * (reading + 2)
             share = mean_share() * size
             yield _send(layout, ALL_REDUCE, axes, share, layers * of_conditions, by_data=True)
-            yield from self._states_projected()
+            yield from self._projected_state_sums()
             return
         if language:
             lookup = size / self.itemsize * SUM_BYTES  # in the dtype of the table
@@ -406,7 +406,7 @@ class _Phase:
         read = self.shapes.projector.inputs(1, self.shapes.merged) / self.shapes.merged
         yield _send(layout, ALL_REDUCE, projector, read * projectors * size, self.backward)
 
-    def _states_projected(self) -> Iterator[Send]:
+    def _projected_state_sums(self) -> Iterator[Send]:
         """Sums of a generator's projected states, and of the gradients of the states it reads."""
         config = self.model.config
         if self.shapes.projector_shapes.linear:
@@ -417,13 +417,13 @@ class _Phase:
         returned = self.backward and self.programs.functions.trains_states
         yield _send(self.layout, ALL_REDUCE, axes, slots * config.language.width, returned)
 
-    def _experts(self) -> Iterator[Send]:
+    def _mixture_sends(self) -> Iterator[Send]:
         """Tokens of all devices that share experts, and their sums; recomputation sends nothing."""
         if self.mixture is not None:
             layers = self.shapes.layers
             yield from expert_sends(self.mixture, self.forward * layers, self.backward * layers)
 
-    def _adapters(self) -> Iterator[Send]:
+    def _adapter_sums(self) -> Iterator[Send]:
         """Sums of the values between an adapter's two factors, over the devices that split one of
         the factors. Where the adapted matrix reads a split input, the values are summed forward and
         in recomputation; for the other matrices their gradients are."""

@@ -71,7 +71,7 @@ def staged_work(
         for phase, spec in programs.spec.phases.items()
         for placed in (plan.phases[phase],)
     }
-    once = _once(programs, network)
+    once = _work_once_per_run(programs, network)
     total = Worked({})
     for run in plan.runs:
         ticks = _run(programs, plan, run, operations, squares, device, network)
@@ -103,17 +103,17 @@ def _run(
         # seconds of the single chains add up to `busy` below.
         done = of_chain.ticks(columns, squares[of_chain.phase][:, rows], list(shapes))
         totals += done
-        exposed = _together(device, done[0] + done[1], done[2]) - done[0] - done[1]
+        exposed = _overlapped(device, done[0] + done[1], done[2]) - done[0] - done[1]
         for name, seconds in zip(
             ("compute", "inside", "weights"), (*done[:2], exposed), strict=True
         ):
             part_seconds[f"{of_chain.phase}/{name}"] = float(seconds.mean(axis=1).sum())
     compute, inside, weights, flops = totals
     layers = compute + inside
-    busy = _together(device, layers, weights)
+    busy = _overlapped(device, layers, weights)
     ticks = _slowest(device, busy)
     sent = np.zeros(len(ticks))
-    for wire, sends in enumerate(_edges(programs)):
+    for wire, sends in enumerate(_edge_sends(programs)):
         # `wire_active` is 0 where nothing moves, else one more than the class of the largest row
         seconds = np.array([0.0, *(network.seconds([send]) for send in sends)])
         sent += seconds[run.wire_active[:, wire]]
@@ -145,7 +145,7 @@ def seconds_besides(config: PipelineConfig, model: MLLM, device: Device) -> floa
     return config.flops_per_tick / (devices * device.peak * device.efficiency)
 
 
-def _together(device: Device, compute: Floats, sent: Floats) -> Floats:
+def _overlapped(device: Device, compute: Floats, sent: Floats) -> Floats:
     return np.vectorize(device.together, otypes=[float])(compute, sent)
 
 
@@ -195,7 +195,7 @@ class _Operations:
           shapes: capacity and span of these rows, [M].
         """
         row_class = np.array([self.classes.index(shape) for shape in shapes], np.intp)
-        of_parts = np.stack(self._parts(squares, row_class))  # [4, part, D, M]
+        of_parts = np.stack(self._operation_parts(squares, row_class))  # [4, part, D, M]
         done = np.zeros((4, *columns["action"].shape))
         for kind, gradients in GRADIENTS.items():
             # Each pair (tick, stage) occurs once, or `+=` at these places would add only the last.
@@ -204,7 +204,7 @@ class _Operations:
                 columns[name][tick, stage]
                 for name in ("chunk", "microbatch", "read_residual", "count_loss")
             )
-            depth = self._depths[stage, chunk]
+            depth = self._chunk_depths[stage, chunk]
             for part in gradients:
                 done[:, tick, stage] += of_parts[:, part, depth, row]
             # A backward operation that counts the loss contains its forward operation. Any other
@@ -216,14 +216,14 @@ class _Operations:
         return done
 
     @cached_property
-    def _depths(self) -> Ints:
+    def _chunk_depths(self) -> Ints:
         """Place of each chunk in the chain, by stage and number of the chunk there."""
         depths = np.zeros((max(self.chain.stages) + 1, self.chain.chunks_per_rank), np.int32)
         for depth, stage in enumerate(self.chain.stages):
             depths[stage, self.chain.local(depth)] = depth
         return depths
 
-    def _parts(
+    def _operation_parts(
         self, squares: Floats, row_class: NDArray[np.intp]
     ) -> tuple[Floats, Floats, Floats, Floats]:
         """Seconds of computing, of collectives inside of layers and of weights, and FLOPs, of the
@@ -236,7 +236,7 @@ class _Operations:
         happens = (products + pairs) > 0  # frozen chunks lack some parts
         layers = np.array(self.chain.layers)[None, :, None]
         width = self.shapes.width / self.inner
-        rates = np.array([self._rate(row_class, width) for row_class in self.classes])
+        rates = np.array([self._product_rate(row_class, width) for row_class in self.classes])
         traffic = np.stack([self._traffic(row_class) for row_class in self.classes], axis=1)
         moved = self.device.memory_seconds(1.0) * traffic[:, None, row_class] * layers
         compute = products / rates[row_class] + pairs / self.device.attention_rate + moved
@@ -245,22 +245,25 @@ class _Operations:
             compute[part] += modulated[row_class] * layers[0]
         inside = np.array(
             [
-                [self.network.seconds(self._inside(part, row_class)) for row_class in self.classes]
+                [
+                    self.network.seconds(self._layer_sends(part, row_class))
+                    for row_class in self.classes
+                ]
                 for part in range(4)
             ]
         )
         return (
             compute * happens,
             inside[:, None, row_class] * layers * happens,
-            self._weights(layers) * happens,
+            self._weight_seconds(layers) * happens,
             products + pairs,
         )
 
-    def _tokens(self, row_class: RowClass) -> float:
+    def _row_tokens(self, row_class: RowClass) -> float:
         """Attention tokens of a row on a device."""
-        return self._slots(row_class) / self.shapes.stem_stride
+        return self._row_slots(row_class) / self.shapes.stem_stride
 
-    def _slots(self, row_class: RowClass) -> float:
+    def _row_slots(self, row_class: RowClass) -> float:
         return row_class.capacity / self.parts
 
     def _modulation(self, row_class: RowClass, forward: int, backward: int) -> float:
@@ -268,19 +271,19 @@ class _Operations:
         Conditions are few and not counted."""
         if self.drawing is None:
             return 0.0
-        of_row = self._slots(row_class), self.segments, 0.0
+        of_row = self._row_slots(row_class), self.segments, 0.0
         flops = self.drawing.modulation(*of_row, forward, backward)
         return flops / self.shapes.layers / (self.device.wide_peak * self.device.efficiency)
 
-    def _mixture(self, row_class: RowClass) -> Mixture | None:
+    def _row_mixture(self, row_class: RowClass) -> Mixture | None:
         """The experts of a layer; none where its MLP has none."""
-        tokens = self._tokens(row_class)
+        tokens = self._row_tokens(row_class)
         return mixture_of(self.model.spanned(self.phase, row_class.span), self.phase, tokens)
 
-    def _rate(self, row_class: RowClass, width: float) -> float:
+    def _product_rate(self, row_class: RowClass, width: float) -> float:
         """FLOP/s of the products of a layer."""
-        slots = self._slots(row_class)
-        mixture = self._mixture(row_class)
+        slots = self._row_slots(row_class)
+        mixture = self._row_mixture(row_class)
         if mixture is None:
             return self.device.product_rate(slots, width)
         layers = phase_layers(self.resolved, self.phase)
@@ -289,8 +292,8 @@ class _Operations:
 
     def _traffic(self, row_class: RowClass) -> Floats:
         """Bytes that one layer moves through memory, by part: [4]."""
-        tokens = self._tokens(row_class)
-        mixture = self._mixture(row_class)
+        tokens = self._row_tokens(row_class)
+        mixture = self._row_mixture(row_class)
         mlp_widths = self.shapes.mlp_matrices * self.shapes.mlp_width if mixture is None else 0
         stored = stored_bytes(self.shapes.width, mlp_widths, self.inner)
         of_vectors = 0.0
@@ -312,7 +315,7 @@ class _Operations:
             part_bytes += [forward, backward, 0, 0]
         return part_bytes
 
-    def _weights(self, layers: Ints) -> Floats:
+    def _weight_seconds(self, layers: Ints) -> Floats:
         """Seconds of gathering weights and scattering their gradients, [4, D, 1]: of layers, and of
         the parameters before and after them in the first and the last chunk. Tables that are looked
         up are not gathered."""
@@ -340,11 +343,11 @@ class _Operations:
         often = int(self._is_trained(component, leaf))
         return Send(SCATTER, leaf.gathered, devices, SUM_BYTES * numbers, often)
 
-    def _inside(self, part: int, row_class: RowClass) -> list[Send]:
+    def _layer_sends(self, part: int, row_class: RowClass) -> list[Send]:
         """Collectives that a layer waits for: keys and values of the other parts of a row, sums
         over devices that split the layer, and tokens that go to experts."""
-        tokens = self._tokens(row_class)
-        mixture = self._mixture(row_class)
+        tokens = self._row_tokens(row_class)
+        mixture = self._row_mixture(row_class)
         axes = self.layout.spanned(row_class.span).mesh_axes("sequence")
         holders = devices_along(self.layout, axes)
         keys = tokens * holders * self.key_values / self.layout.size("kv_heads")
@@ -364,7 +367,7 @@ class _Operations:
         return sends
 
 
-def _edges(programs: StagedPrograms) -> Iterator[list[Send]]:
+def _edge_sends(programs: StagedPrograms) -> Iterator[list[Send]]:
     """The send that moves a row one place along the ring: for each wire, by row class."""
     tables = programs.sizes.training.tables
     model = programs.functions.model
@@ -386,7 +389,7 @@ def _edges(programs: StagedPrograms) -> Iterator[list[Send]]:
         ]
 
 
-def _once(programs: StagedPrograms, network: Network) -> Worked:
+def _work_once_per_run(programs: StagedPrograms, network: Network) -> Worked:
     """Seconds of what a run sends once."""
     stages = programs.sizes.training.tables.ring.stages
     seconds = once_seconds(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def job_temporaries(programs: Programs, name: ProgramName) -> Temporaries:
     """Bytes that one of `programs.jobs` takes for itself, also where a model is in stages."""
     if name.function == "gradients":
-        return _staged(programs)  # type: ignore[arg-type]  # no other programs have this one
+        return _pipeline_temporaries(programs)  # type: ignore[arg-type]  # no other programs have this one
     keeps = bool(programs.kept_residuals.get(name.subject))
     return program_temporaries(programs.functions.model, name, keeps)
 
@@ -50,7 +50,7 @@ def largest_residuals(programs: PhasedPrograms, phase: str) -> int:
     return max(residual_bytes(programs.functions.model, name) for name in names)
 
 
-def _staged(programs: StagedPrograms) -> Temporaries:
+def _pipeline_temporaries(programs: StagedPrograms) -> Temporaries:
     """Bytes of a pipeline at its moments: what the loop over its schedule carries, one operation,
     and a copy of boxes of backward operations, because a branch writes into its own. Copied are all
     boxes that are filled from slots, or the largest box if that is more."""

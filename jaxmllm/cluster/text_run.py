@@ -173,7 +173,7 @@ class TextStep:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _LayerSeconds:
     """Seconds of one layer for one microbatch, forward and backward."""
 
     products: float
@@ -251,7 +251,7 @@ def text_step(run: TextRun, device: Device) -> TextStep:
     )
 
 
-def _layer_seconds(run: TextRun, device: Device) -> _Layer:
+def _layer_seconds(run: TextRun, device: Device) -> _LayerSeconds:
     """Seconds of one layer of a run for one microbatch."""
     layer = run.layer
     slots = run.slots
@@ -302,7 +302,7 @@ def _layer_seconds(run: TextRun, device: Device) -> _Layer:
     ) + collective_seconds(
         device.cluster, "reduce-scatter", held * run.reduce_bytes, shards, network
     )
-    return _Layer(
+    return _LayerSeconds(
         products=layer.linear(1) * slots / run.tensor * passes / rate,
         attention=attention,
         traffic=device.memory_seconds(traffic),

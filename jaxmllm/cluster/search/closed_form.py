@@ -36,7 +36,7 @@ class ClosedForm:
     def estimate(self, layout: LegalLayout) -> Estimate:
         """The estimate of a layout, with the remat that memory suggests for each phase."""
         remats = {sizing.name: self._roomy(sizing, layout.options) for sizing in layout.inputs}
-        return self._estimated(layout, remats)
+        return self._remat_estimate(layout, remats)
 
     def refined(self, estimate: Estimate) -> Estimate:
         """The estimate with the remat for each phase that is fastest in closed form."""
@@ -49,12 +49,12 @@ class ClosedForm:
             trial = {phase: remat if remat in options[phase] else best[phase] for phase in options}
             if trial == best:
                 continue
-            tried = self._estimated(estimate.layout, trial)
+            tried = self._remat_estimate(estimate.layout, trial)
             for phase in options:
                 if tried.phase_seconds(phase) < fastest[phase]:
                     fastest[phase] = tried.phase_seconds(phase)
                     best[phase] = trial[phase]
-        return self._estimated(estimate.layout, best)
+        return self._remat_estimate(estimate.layout, best)
 
     def _roomy(self, inputs: SizingInputs, options: Mapping[str, Mapping[Remat, int]]) -> Remat:
         """The remat that computes least again, of those that leave room for rows of a few items or
@@ -65,7 +65,7 @@ class ClosedForm:
         roomy = [remat for remat, slots in of_phase.items() if slots >= enough]
         return roomy[-1] if roomy else next(iter(of_phase))
 
-    def _estimated(self, layout: LegalLayout, remats: Mapping[str, Remat]) -> Estimate:
+    def _remat_estimate(self, layout: LegalLayout, remats: Mapping[str, Remat]) -> Estimate:
         """The estimate of a layout with these remats, by phase."""
         config = with_remat(layout.config, remats)
         model = with_settings(layout.model, config.components)
@@ -78,7 +78,7 @@ class ClosedForm:
             )
             for sizing in layout.inputs
         }
-        part_seconds = self._even_parts(layout.choice, config, model, layout.inputs, rows)
+        part_seconds = self._even_part_seconds(layout.choice, config, model, layout.inputs, rows)
         seconds = self._request.device.straggled(sum(part_seconds.values()), layout.choice.devices)
         return Estimate(
             replace(layout, config=config, model=model), fitting, rows, part_seconds, seconds
@@ -95,7 +95,7 @@ class ClosedForm:
         share = self._request.loads[inputs.name].slots / inputs.ranks / (WAVES * choice.stages)
         return min(room, max(least_capacity(inputs), math.ceil(share)))
 
-    def _even_parts(
+    def _even_part_seconds(
         self,
         choice: MeshChoice,
         config: Config,

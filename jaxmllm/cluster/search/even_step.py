@@ -62,14 +62,14 @@ def mean_loads(
     return {
         phase: PhaseLoad(
             slots=float(np.mean([batch.phases[phase].length.sum() for batch in batches])),
-            squares=np.mean([_squares(batch.phases[phase], cost) for batch in batches], axis=0),
+            squares=np.mean([_square_sums(batch.phases[phase], cost) for batch in batches], axis=0),
             tokens=float(np.mean([batch.phases[phase].tokens.sum() for batch in batches])),
         )
         for phase, cost in flops.items()
     }
 
 
-def _squares(items: PhaseItems, cost: ItemCost) -> list[float]:
+def _square_sums(items: PhaseItems, cost: ItemCost) -> list[float]:
     squares = cost.squares(items.length.astype(float), items.extra)
     return [float(np.sum(kind)) for kind in squares]
 
@@ -118,7 +118,7 @@ def even_step(
     items = {}
     for phase, spec in programs.spec.phases.items():
         of_rank = loads[phase].squares / spec.ranks / rows[phase].microbatches
-        phases[phase] = _one_microbatch(rows[phase].capacity)
+        phases[phase] = _one_microbatch_plan(rows[phase].capacity)
         tokens = loads[phase].tokens / spec.ranks / rows[phase].microbatches
         # One item without length stands for the even share: its squares are its extra ones.
         items[phase] = PhaseItems(
@@ -148,7 +148,7 @@ def even_step(
     }
 
 
-def _one_microbatch(capacity: int) -> PhasePlan:
+def _one_microbatch_plan(capacity: int) -> PhasePlan:
     capacities = np.array([capacity], np.int32)
     ones = np.ones(1, np.int32)
     return PhasePlan(capacities, ones, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, ones)

@@ -37,7 +37,7 @@ UNEVEN: Final = "an axis of parameters not divisible"
 FEWER_LAYERS: Final = "in stages: more of them than layers"
 IDLE: Final = "more ranks than examples"
 # In a `MeshError`'s message: the parameter, its axis that a mesh does not divide, and its length
-_AXIS = re.compile(r"^([\w.]+).*: axis '(\w+)' of length (\d+)")
+_UNDIVIDED_AXIS = re.compile(r"^([\w.]+).*: axis '(\w+)' of length (\d+)")
 
 
 class LegalLayouts:
@@ -51,7 +51,7 @@ class LegalLayouts:
     def of(self, choice: MeshChoice, result: SearchResult) -> LegalLayout | None:
         """The layout of a choice, with what fits its memory; none where it is rejected, which
         `result` counts."""
-        if why := self._without_stages(choice.stages):
+        if why := self._stage_count_refusal(choice.stages):
             result.reject(why)
             return None
         config = choice.of(self._request.config)
@@ -68,32 +68,32 @@ class LegalLayouts:
                 result.fewest_ranks = min(result.fewest_ranks or ranks, ranks)
                 return None
             spans = spans_of_phases(config, model)
-            inputs = self._even_inputs(config, model, spans)
-            _check_given(inputs)
+            inputs = self._mesh_inputs(config, model, spans)
+            _check_capacities(inputs)
         except MeshError as error:
-            result.reject(_uneven(error))
+            result.reject(_rejection_reason(error))
             return None
         except ConfigError as error:
             result.refuses(error)
             return None
         size = self.step_bytes(config, model)
-        options = self._options(size, inputs)
-        lacking = self._lacking(choice, size, inputs, options)
+        options = self._remat_options(size, inputs)
+        lacking = self._tightest_phase(choice, size, inputs, options)
         if lacking is not None:
             result.lacks(lacking)
             return None
         return LegalLayout(choice, config, model, spans, inputs, options)
 
-    def _without_stages(self, stages: int) -> str:
+    def _stage_count_refusal(self, stages: int) -> str:
         """Why the config cannot have so many stages; empty where it can."""
         if stages == 1:
             return ""
         model = self._request.model
         layers = sum(getattr(model.config, phase).layers for phase in model.phases)
-        return FEWER_LAYERS if stages > layers else self._refused_in_stages
+        return FEWER_LAYERS if stages > layers else self._stages_refusal
 
     @cached_property
-    def _refused_in_stages(self) -> str:
+    def _stages_refusal(self) -> str:
         """Why a config with these keys cannot have stages; empty where it can."""
         tree = config_tree(self._request.config)
         tree["pipeline"]["stages"] = max(self._request.config.pipeline.stages, 2)
@@ -109,7 +109,7 @@ class LegalLayouts:
         tokens = exchanged / model.layout(LANGUAGE).ranks
         return StepBytes(config, model, tokens, self._numbers, self._known_bytes)
 
-    def _options(
+    def _remat_options(
         self, size: StepBytes, inputs: Sequence[SizingInputs]
     ) -> dict[str, dict[Remat, int]]:
         """Slots of a rank's row that fit in memory, by phase and remat, where such rows hold the
@@ -132,7 +132,7 @@ class LegalLayouts:
                     options[sizing.name][remat] = max(slots, least_slots)
         return options
 
-    def _lacking(
+    def _tightest_phase(
         self,
         choice: MeshChoice,
         size: StepBytes,
@@ -153,7 +153,7 @@ class LegalLayouts:
                 closest = lacking
         return closest
 
-    def _even_inputs(self, config: Config, model: MLLM, spans: Spans) -> list[SizingInputs]:
+    def _mesh_inputs(self, config: Config, model: MLLM, spans: Spans) -> list[SizingInputs]:
         """The request's sizing inputs, with the ranks, alignment and spans of a mesh."""
         formats = self._request.sampled.formats
         layouts = {sizing.name: model.layout(sizing.name) for sizing in self._request.inputs}
@@ -168,7 +168,7 @@ class LegalLayouts:
         ]
 
 
-def _check_given(inputs: Sequence[SizingInputs]) -> None:
+def _check_capacities(inputs: Sequence[SizingInputs]) -> None:
     """Raise `ConfigError` for capacities in the config that rows on a mesh cannot have."""
     for sizing in inputs:
         capacities = sizing.config.capacities
@@ -185,9 +185,9 @@ def least_capacity(inputs: SizingInputs) -> int:
     return smallest_capacity(inputs, max(inputs.spans))
 
 
-def _uneven(error: MeshError) -> str:
+def _rejection_reason(error: MeshError) -> str:
     """The reason of a rejection: what the mesh does not divide, without the sizes of the mesh."""
-    match = _AXIS.match(str(error))
+    match = _UNDIVIDED_AXIS.match(str(error))
     return (
         f"{UNEVEN}: {match[2]} of {match[1]}, {match[3]}" if match else str(error).partition(";")[0]
     )

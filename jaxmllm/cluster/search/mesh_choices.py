@@ -139,11 +139,11 @@ def mesh_choices(config: Config, devices: int) -> list[MeshChoice]:
         choice
         for stage_count in stage_counts(config)
         if devices % stage_count == 0
-        for choice in _of_stages(config, devices // stage_count, stage_count)
+        for choice in _staged_choices(config, devices // stage_count, stage_count)
     ]
 
 
-def _of_stages(config: Config, devices: int, stages: int) -> Iterator[MeshChoice]:
+def _staged_choices(config: Config, devices: int, stages: int) -> Iterator[MeshChoice]:
     """Choices with `stages` stages, each stage on a mesh of `devices` devices."""
     fixed = fixed_axes(config)
     # With stages, all rows are on the ranks of the decoder

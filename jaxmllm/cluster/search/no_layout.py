@@ -23,7 +23,7 @@ OPEN: Final = "leave the axes open with mesh={}"
 def why_none(planner: Planner, result: SearchResult, devices: int, *, may_open: bool = True) -> str:
     """One line: what is closest, what it lacks, and what would help. It suggests to open the axes
     of the mesh only if `may_open`."""
-    opened = _opened(planner) if may_open else None
+    opened = _open_planner(planner) if may_open else None
     if result.closest is not None:
         closest = result.closest
         return (
@@ -56,7 +56,7 @@ def _remedy(planner: Planner, opened: Planner | None, devices: int) -> str:
     return f"up to {counts[-1]} devices would not do: freeze components, or shorten items"
 
 
-def _opened(planner: Planner) -> Planner | None:
+def _open_planner(planner: Planner) -> Planner | None:
     """The planner with all axes of the mesh open; none where the config fixes none."""
     if not fixed_axes(planner.config):
         return None

@@ -52,19 +52,19 @@ class RowChoice:
         if share > 1:  # ranks of many examples need not share rows to have equal work
             part_inputs = [replace(sizing, spans=(_least_span(sizing),)) for sizing in part_inputs]
         part_grids = {phase: _first_peers(grid, share) for phase, grid in grids.items()}
-        rows = self._rows_of(share)
+        rows = self._part_rows(share)
         specs = rows.chosen(part_inputs, part_grids, balance, segments=False)
         if any(not _is_product(spec) for spec in specs.values()):
             again = [
-                _given(sizing, specs[sizing.name])
+                _with_classes(sizing, specs[sizing.name])
                 if _is_product(specs[sizing.name])
                 else replace(sizing, spans=(specs[sizing.name].classes[0].span,))
                 for sizing in part_inputs
             ]
             specs = rows.chosen(again, part_grids, balance, segments=False)
-        return [_given(sizing, specs[sizing.name]) for sizing in inputs]
+        return [_with_classes(sizing, specs[sizing.name]) for sizing in inputs]
 
-    def _rows_of(self, share: int) -> PhaseRows:
+    def _part_rows(self, share: int) -> PhaseRows:
         """The rows of the first of `share` equal parts of the samples."""
         if share not in self._rows:
             self._rows[share] = PhaseRows([first_examples(batch, share) for batch in self._samples])
@@ -73,11 +73,11 @@ class RowChoice:
 
 def _is_product(spec: PhaseSpec) -> bool:
     """Whether a phase has every capacity in every span."""
-    capacities, spans = _sizes(spec)
+    capacities, spans = _capacities_and_spans(spec)
     return len(capacities) * len(spans) == len(spec.classes)
 
 
-def _sizes(spec: PhaseSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _capacities_and_spans(spec: PhaseSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The capacities of a phase, descending, and its spans, ascending."""
     return tuple(sorted(set(spec.capacities), reverse=True)), tuple(sorted(set(spec.spans)))
 
@@ -89,9 +89,9 @@ def _least_span(inputs: SizingInputs) -> int:
     return next(holding, max(inputs.spans))
 
 
-def _given(inputs: SizingInputs, spec: PhaseSpec) -> SizingInputs:
+def _with_classes(inputs: SizingInputs, spec: PhaseSpec) -> SizingInputs:
     """The inputs with the classes of `spec`."""
-    capacities, spans = _sizes(spec)
+    capacities, spans = _capacities_and_spans(spec)
     config = inputs.config.model_copy(update={"capacities": capacities})
     return replace(inputs, config=config, spans=spans)
 

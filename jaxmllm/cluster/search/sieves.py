@@ -74,13 +74,13 @@ class Planner(Request):
         result = self.estimates(devices)
         if not result.estimates:
             raise ConfigError(why_none(self, result, devices))
-        plain = self._fastest(result, False, REFINED)
-        staged = self._fastest(result, True, REFINED_STAGED)
+        plain = self._sorted_estimates(result, False, REFINED)
+        staged = self._sorted_estimates(result, True, REFINED_STAGED)
         result.estimates = sorted([*plain, *staged], key=by_time)
-        fitting = self._planned_whole(plain, self._finalists(), result)
+        fitting = self._planned_whole(plain, self._finalist_count(), result)
         if fitting:
             # In addition to layouts without stages, only those in stages that may be faster
-            quicker = [estimate for estimate in staged if estimate.seconds < _least(fitting)]
+            quicker = [estimate for estimate in staged if estimate.seconds < _least_time(fitting)]
             staged = quicker[:STAGED_BESIDE]
         fitting += self._planned_whole(staged, STAGED_PLANNED, result)
         if not fitting:
@@ -88,7 +88,7 @@ class Planner(Request):
         result.ranked = ranked(fitting)
         return result
 
-    def _fastest(self, result: SearchResult, staged: bool, refined: int) -> list[Estimate]:
+    def _sorted_estimates(self, result: SearchResult, staged: bool, refined: int) -> list[Estimate]:
         """Layouts with stages, or those without, by time; the first ones with every remat tried."""
         ordered = sorted(
             (estimate for estimate in result.estimates if (estimate.choice.stages > 1) == staged),
@@ -105,7 +105,7 @@ class Planner(Request):
         others (`NEAR`), because in closed form nothing waits."""
         fitting: list[PlannedLayout] = []
         for index, estimate in enumerate(estimates):
-            slower = estimate.seconds > _least(fitting) * (1 + NEAR)
+            slower = estimate.seconds > _least_time(fitting) * (1 + NEAR)
             if fitting and (index >= number or (slower and index >= FEWEST_PLANNED)):
                 break
             planned = self._planned(estimate, result)
@@ -162,7 +162,7 @@ class Planner(Request):
                 result.estimates.append(estimate)
         return result
 
-    def _finalists(self) -> int:
+    def _finalist_count(self) -> int:
         """How many layouts are planned whole."""
         items = max(1, sum(len(items.length) for items in self.sampled.steps[0].phases.values()))
         steps = len(self.sampled.steps)
@@ -174,6 +174,6 @@ class Planner(Request):
         return None if layout is None else self.closed_form.estimate(layout)
 
 
-def _least(planned: Sequence[PlannedLayout]) -> float:
+def _least_time(planned: Sequence[PlannedLayout]) -> float:
     """Seconds of the fastest; infinite where there is none."""
     return min((layout.seconds for layout in planned), default=math.inf)

@@ -55,7 +55,7 @@ def in_stages(
     network = Network(model.layout(LANGUAGE).mesh, device)
     ticks = {phase: WAYS * (of_phase.microbatches + stages - 1) for phase, of_phase in rows.items()}
     edges = [
-        _edge(model, phase, of_phase.capacity, stages, ticks[phase])
+        _edge_send(model, phase, of_phase.capacity, stages, ticks[phase])
         for phase, of_phase in rows.items()
     ]
     once = once_seconds(model, config.run.param_dtype, model.trainable.components, stages, network)
@@ -67,7 +67,7 @@ def in_stages(
     }
 
 
-def _edge(model: MLLM, phase: str, capacity: int, stages: int, ticks: int) -> Send:
+def _edge_send(model: MLLM, phase: str, capacity: int, stages: int, ticks: int) -> Send:
     """The send of a phase over one edge, in `ticks` ticks: rows of the width that layers carry."""
     slots = capacity / model.layout(phase).parts
     slots /= getattr(model.config, phase).stem_stride
@@ -87,7 +87,7 @@ def planned_in_stages(
 
     Args:
       as_run: see `Request`.
-      known_rows: rows of other layouts, by the key `_deciding`; those of this layout are added.
+      known_rows: rows of other layouts, by the key `_rows_key`; those of this layout are added.
 
     Raises:
       ConfigError: an example that no run holds, or slots that no schedule fits.
@@ -144,20 +144,20 @@ def _searched_sizes(
     def sizes_of(inputs: Sequence[SizingInputs]) -> PipelineSizes:
         return stage_sizes(of_part, model, samples, inputs, sampled.largest, memory)
 
-    deciding = _deciding(of_part, model, sampled, part_inputs)
-    if deciding not in known_rows:
-        known_rows[deciding] = sizes_of(part_inputs).spec
-    config = with_rows(config, known_rows[deciding])
+    key = _rows_key(of_part, model, sampled, part_inputs)
+    if key not in known_rows:
+        known_rows[key] = sizes_of(part_inputs).spec
+    config = with_rows(config, known_rows[key])
     given_inputs = [
         replace(sizing, config=rows, spans=rows.spans)
         for sizing in part_inputs
         for rows in (getattr(config.phases, sizing.name),)
     ]
     sizes = sizes_of(given_inputs)
-    return config, _of_all_ranks(sizes, inputs, config.data.batch_size)
+    return config, _whole_batch_sizes(sizes, inputs, config.data.batch_size)
 
 
-def _deciding(config: Config, model: MLLM, sampled: Sampled, inputs: Sequence[SizingInputs]) -> str:
+def _rows_key(config: Config, model: MLLM, sampled: Sampled, inputs: Sequence[SizingInputs]) -> str:
     """A key of everything that decides rows in stages, except memory."""
     of_phases = [
         (
@@ -184,7 +184,7 @@ def _with_one_class(config: PhaseConfig) -> PhaseConfig:
     return config.model_copy(update={"row_classes": 1}) if config.row_classes == "auto" else config
 
 
-def _of_all_ranks(
+def _whole_batch_sizes(
     sizes: PipelineSizes, inputs: Sequence[SizingInputs], examples: int
 ) -> PipelineSizes:
     """Sizes for the whole batch of `examples` examples, from those for one of its equal parts."""

@@ -127,10 +127,10 @@ class StepBytes:
     @property
     def resident(self) -> float:
         """Bytes that are held between programs, and for a pipeline what a run gathers once."""
-        return self.state + self.pools + (self._gathered if self.stages > 1 else 0.0)
+        return self.state + self.pools + (self._gathered_bytes if self.stages > 1 else 0.0)
 
     @cached_property
-    def _gathered(self) -> float:
+    def _gathered_bytes(self) -> float:
         """Bytes of parameters outside of layers, on every stage, and of sums of all gradients."""
         itemsize = jnp.dtype(self.config.run.param_dtype).itemsize
         total = 0.0
@@ -156,7 +156,7 @@ class StepBytes:
             model = with_settings(model, with_remat(self.config, {phase: remat}).components)
             # Made for rows of 1 slot; `with_rows` changes that alone.
             programs = [phase_program(model, ProgramName(name, phase, 1)) for name in names]
-            self.known[key] = _largest(programs, self.stages)
+            self.known[key] = _largest_program_bytes(programs, self.stages)
         return self.known[key](slots)
 
     def peak(self, phase: str, slots: int, remat: Remat) -> float:
@@ -178,7 +178,7 @@ class StepBytes:
         return (1 << fit) >> 1
 
 
-def _largest(programs: Sequence[PhaseProgram], stages: int) -> Callable[[int], int]:
+def _largest_program_bytes(programs: Sequence[PhaseProgram], stages: int) -> Callable[[int], int]:
     """Bytes of the largest program as a function of the slots of its rows."""
 
     def size(program: PhaseProgram) -> int:

@@ -49,7 +49,7 @@ class WholePlans:
           PipelineError: its layers cannot be cut into so many stages.
         """
         layout = self._planned(estimate)
-        halves = self._halves(estimate, layout)
+        halves = self._halved_slots(estimate, layout)
         if not halves:
             return layout
         try:
@@ -60,7 +60,7 @@ class WholePlans:
             layout, halved, key=lambda one: (one.peak.bytes > self._request.budget, one.seconds)
         )
 
-    def _halves(self, estimate: Estimate, layout: PlannedLayout) -> dict[str, int]:
+    def _halved_slots(self, estimate: Estimate, layout: PlannedLayout) -> dict[str, int]:
         """Half the largest row's slots by phase, where rows are open and no residuals have room."""
         if self._request.as_run or estimate.choice.stages > 1:
             return {}
@@ -82,7 +82,7 @@ class WholePlans:
     def _planned(self, estimate: Estimate) -> PlannedLayout:
         """A layout with its sizes chosen for rows that fit, and its steps planned and simulated."""
         sampled = self._request.lengths(estimate.config, estimate.model, estimate.layout.spans)
-        inputs = self._inputs(estimate, sampled)
+        inputs = self._size_inputs(estimate, sampled)
         if estimate.choice.stages > 1:
             request = self._request
             return planned_in_stages(
@@ -114,7 +114,7 @@ class WholePlans:
             even_seconds=estimate.seconds,
         )
 
-    def _inputs(self, estimate: Estimate, sampled: Sampled) -> list[SizingInputs]:
+    def _size_inputs(self, estimate: Estimate, sampled: Sampled) -> list[SizingInputs]:
         """Inputs to choosing sizes, with the memory of the cluster; a microbatch costs at least its
         wait for weights."""
         inputs = sizing_inputs(
@@ -145,7 +145,7 @@ class WholePlans:
         arrays += [
             side.tobytes() for grid in grids.values() for side in (grid.encoder, grid.language)
         ]
-        key = repr((id(sampled), _deciding(inputs), config.balance, backend, [*map(hash, arrays)]))
+        key = repr((id(sampled), _key_parts(inputs), config.balance, backend, [*map(hash, arrays)]))
         if key not in self._known_plans:
             if not self._request.as_run:
                 inputs = self._row_choice(sampled).chosen(inputs, grids, config.balance)
@@ -204,7 +204,7 @@ def _rounded(amount: float) -> int:
     return 1 << round(math.log2(amount)) if amount >= 1 else 0
 
 
-def _deciding(inputs: Sequence[SizingInputs]) -> list[tuple[object, ...]]:
+def _key_parts(inputs: Sequence[SizingInputs]) -> list[tuple[object, ...]]:
     """The fields of the inputs that differ between layouts."""
     return [
         (
