@@ -124,10 +124,10 @@ def check_job(
         compile_seconds=ended - traced,
         memory=memory,
         transfers=transfers(collectives(module, mesh.size), mesh),
-        custom_calls=_custom_calls(module),
+        custom_calls=_custom_call_counts(module),
         fallbacks=(
-            *_slow_attention(config, programs, name, module, chip),
-            *_other_exchange(programs, name, module),
+            *_slow_attention_lines(config, programs, name, module, chip),
+            *_other_exchange_lines(programs, name, module),
         ),
     )
 
@@ -210,12 +210,12 @@ def whole_axes(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
 # ---------------------------------------------------------------------------- kernels, exchanges
 
 
-def _custom_calls(module: Module) -> dict[str, int]:
+def _custom_call_counts(module: Module) -> dict[str, int]:
     targets = (execution.instruction.target for execution in module.executed())
     return dict(Counter(target for target in targets if target and not target.startswith(PRODUCTS)))
 
 
-def _slow_attention(
+def _slow_attention_lines(
     config: Config, programs: Programs, name: ProgramName, module: Module, chip: Chip
 ) -> list[str]:
     """A line for each phase whose program for GPUs has attention as the loop for every platform,
@@ -237,7 +237,7 @@ def _slow_attention(
     return lines
 
 
-def _other_exchange(programs: Programs, name: ProgramName, module: Module) -> list[str]:
+def _other_exchange_lines(programs: Programs, name: ProgramName, module: Module) -> list[str]:
     """A line for a ragged exchange that was compiled to something else; otherwise none."""
     if name.function not in HOPS or programs.spec.routes[name.subject].backend != "ragged":
         return []

@@ -134,7 +134,7 @@ def chip_devices(chip: Chip, count: int) -> Sequence[jax.Device]:
         return _cpu_devices(count)
     if not any(map(_installed, chip.packages)):
         raise ChipError(
-            f"compiling for {chip.name} needs {' or '.join(chip.packages)}: {_installation(chip)}"
+            f"compiling for {chip.name} needs {' or '.join(chip.packages)}: {_install_command(chip)}"
         )
     options: dict[str, str] = {}
     name = chip.name
@@ -153,12 +153,12 @@ def chip_devices(chip: Chip, count: int) -> Sequence[jax.Device]:
         reason = str(error).splitlines()[0]
         raise ChipError(
             f"compiling for {count} devices of {chip.name} with jax {jax.__version__}: {reason}; "
-            f"install its compiler anew: {_installation(chip)}"
+            f"install its compiler anew: {_install_command(chip)}"
         ) from error
     return topology.devices
 
 
-def _installation(chip: Chip) -> str:
+def _install_command(chip: Chip) -> str:
     return INSTALL if chip.platform == "cuda" else "pip install 'jaxmllm[tpu]'"
 
 
@@ -168,10 +168,10 @@ def _check_version(chip: Chip) -> None:
     for package in filter(_installed, chip.packages):
         wheel = CUDA_PLUGINS[package]
         version = _version(wheel)
-        if version is not None and _numbers(version) != _numbers(jaxlib.__version__):
+        if version is not None and _release(version) != _release(jaxlib.__version__):
             raise ChipError(
                 f"compiling for {chip.name} needs {wheel} of jaxlib's version, {jaxlib.__version__}, not {version}: "
-                f"{_installation(chip)}"
+                f"{_install_command(chip)}"
             )
 
 
@@ -183,7 +183,7 @@ def _version(wheel: str) -> str | None:
         return None
 
 
-def _numbers(version: str) -> str:
+def _release(version: str) -> str:
     match = NUMBERS.match(version)
     return match[0] if match else version
 

@@ -58,7 +58,7 @@ MESH_AXIS = re.compile(r"'?([\w.]+)'?=(\d+)")
 # An axis, or the middle part of an axis cut in three: its name, the outer part's size, its own size
 MESH_PART = re.compile(r"'?([\w.]+)'?(?::\((\d+)\)(\d+))?")
 MESH_ORDER = re.compile(r"^\[([\d,]+)\](?:T\(([\d,]+)\))?$")
-# Bits of the types that `_bits` cannot tell from their names
+# Bits of the types that `_bit_width` cannot tell from their names
 NARROW = {"pred": 8, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 
 
@@ -144,15 +144,15 @@ class Module:
 
     def executed(self) -> Iterator[Execution]:
         """All instructions that run, those of called computations once for each call."""
-        yield from self._executed(self.entry, 1, True)
+        yield from self._executions(self.entry, 1, True)
 
-    def _executed(self, computation: str, trips: int, exact: bool) -> Iterator[Execution]:
+    def _executions(self, computation: str, trips: int, exact: bool) -> Iterator[Execution]:
         instructions = self.computations[computation]
         shapes = {instruction.name: instruction.shape for instruction in instructions}
         for instruction in instructions:
             arrays: list[tuple[str, int]] = []
             if instruction.collective:
-                for operand in _data(instruction):
+                for operand in _sent_operands(instruction):
                     if operand not in shapes:
                         raise HloError(f"{instruction.name} reads {operand}, which is not there")
                     arrays += array_bytes(shapes[operand])
@@ -165,7 +165,7 @@ class Module:
             for name in instruction.called:
                 if name not in self.computations:
                     raise HloError(f"{instruction.name} calls {name}, which is not there")
-                yield from self._executed(name, trips * often, known)
+                yield from self._executions(name, trips * often, known)
 
     def _trips(self, instruction: Instruction, computation: str) -> int | None:
         """How often an instruction runs what it calls; none where the data decide."""
@@ -183,33 +183,33 @@ class Module:
         body = BODY.search(loop.attributes)
         if not condition or not body:
             return None
-        ends = self._root(condition[1])
-        returned = self._root(body[1])
+        ends = self._root_instruction(condition[1])
+        returned = self._root_instruction(body[1])
         if ends.opcode != "compare" or "direction=LT" not in ends.attributes:
             return None
         # The counter is an element of the tuple that the loop carries: `position` finds its first
         # value in the loop's operand, and its next value in what the body returns.
-        counter, limit = (self._source(name, condition[1]) for name in ends.operands)
-        end = _constant(limit)
+        counter, limit = (self._definition(name, condition[1]) for name in ends.operands)
+        end = _constant_value(limit)
         if counter is None or counter.index is None or end is None or returned.opcode != "tuple":
             return None
         position = counter.index
-        begun = self._source(loop.operands[0], computation)
+        begun = self._definition(loop.operands[0], computation)
         if begun is None or begun.opcode != "tuple":
             return None
-        begin = _constant(self._source(begun.operands[position], computation))
-        step = self._source(returned.operands[position], body[1])
+        begin = _constant_value(self._definition(begun.operands[position], computation))
+        step = self._definition(returned.operands[position], body[1])
         if begin is None or step is None or step.opcode != "add":
             return None
-        operands = [self._source(name, body[1]) for name in step.operands]
+        operands = [self._definition(name, body[1]) for name in step.operands]
         indices = {operand.index for operand in operands if operand} - {None}
-        steps = {_constant(operand) for operand in operands} - {None}
+        steps = {_constant_value(operand) for operand in operands} - {None}
         return max(end - begin, 0) if indices == {position} and steps == {1} else None
 
-    def _root(self, computation: str) -> Instruction:
+    def _root_instruction(self, computation: str) -> Instruction:
         return next(line for line in self.computations[computation] if line.root)
 
-    def _source(self, name: str, computation: str) -> Instruction | None:
+    def _definition(self, name: str, computation: str) -> Instruction | None:
         """The instruction of a name or, for a copy, the instruction that is copied."""
         lines = {line.name: line for line in self.computations[computation]}
         line = lines.get(name)
@@ -218,14 +218,14 @@ class Module:
         return line
 
 
-def _constant(line: Instruction | None) -> int | None:
+def _constant_value(line: Instruction | None) -> int | None:
     """The value of an integer constant; none for anything else."""
     if line is None or line.opcode != "constant" or not line.shape.startswith(("s32[]", "s64[]")):
         return None
     return int(line.operands[0])
 
 
-def _data(instruction: Instruction) -> tuple[str, ...]:
+def _sent_operands(instruction: Instruction) -> tuple[str, ...]:
     """Operands that are sent. A ragged exchange also has offsets and the receiver's buffer."""
     ragged = instruction.collective == "ragged-all-to-all"
     return instruction.operands[:1] if ragged else instruction.operands
@@ -285,29 +285,29 @@ def parse(text: str) -> Module:
                 current = computations[header[2]] = []
                 entry = header[2] if header[1] else entry
         elif INSTRUCTION.match(line):
-            current.append(_instruction(COMMENT.sub("", line)))
+            current.append(_read_instruction(COMMENT.sub("", line)))
     if entry is None:
         raise HloError("the text has no ENTRY computation: it is no HLO module")
     return Module({name: tuple(lines) for name, lines in computations.items()}, entry)
 
 
-def _instruction(line: str) -> Instruction:
+def _read_instruction(line: str) -> Instruction:
     head = INSTRUCTION.match(line)
     assert head is not None
     begin = head.end()
-    end = _closed(line, begin) if line[begin] == "(" else line.index(" ", begin)
+    end = _closing_index(line, begin) if line[begin] == "(" else line.index(" ", begin)
     opcode = OPCODE.match(line, end)
     if opcode is None:
         raise HloError(f"no operation in {line.strip()[:200]!r}")
-    closed = _closed(line, opcode.end() - 1)
-    operands = _split(line[opcode.end() : closed - 1])
+    closed = _closing_index(line, opcode.end() - 1)
+    operands = _split_operands(line[opcode.end() : closed - 1])
     # Some versions of XLA print an operand's shape before its name
     names = tuple(operand.split()[-1].lstrip("%") for operand in operands)
     root = line.lstrip().startswith("ROOT ")
     return Instruction(head[1], opcode[1], line[begin:end], names, line[closed:], root)
 
 
-def _closed(line: str, begin: int) -> int:
+def _closing_index(line: str, begin: int) -> int:
     """The index after the parenthesis that closes the one at `begin`."""
     depth = 0
     for index in range(begin, len(line)):
@@ -317,7 +317,7 @@ def _closed(line: str, begin: int) -> int:
     raise HloError(f"a parenthesis is not closed in {line.strip()[:200]!r}")
 
 
-def _split(operands: str) -> list[str]:
+def _split_operands(operands: str) -> list[str]:
     """The operands of a list, split at the commas outside of all brackets."""
     pieces = [""]
     depth = 0
@@ -333,12 +333,12 @@ def _split(operands: str) -> list[str]:
 def array_bytes(shape: str) -> list[tuple[str, int]]:
     """Element type and bytes of each array of a shape, those of tuples one after another."""
     return [
-        (dtype, -(-_bits(dtype) * math.prod(_numbers(sizes)) // 8))
+        (dtype, -(-_bit_width(dtype) * math.prod(_integers(sizes)) // 8))
         for dtype, sizes in ARRAY.findall(shape)
     ]
 
 
-def _bits(dtype: str) -> int:
+def _bit_width(dtype: str) -> int:
     if dtype in NARROW:
         return NARROW[dtype]
     bits = re.match(r"(?:bf|f|s|u)(\d+)", dtype)  # f8e4m3fn has 8
@@ -398,10 +398,10 @@ def device_groups(attributes: str, operation: str, devices: int) -> tuple[tuple[
         raise HloError(f"a {operation} without {key}: {attributes[:200]!r}")
     listing = attributes[start + len(key) :]
     if listed := LISTED.match(listing):
-        groups = [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", listed[1])]
+        groups = [_integers(group) for group in re.findall(r"\{([\d,]*)\}", listed[1])]
         return tuple(group for group in groups if group) or (tuple(range(devices)),)
     if iota := IOTA.match(listing):
-        order = _transposed(iota[3], iota[4])
+        order = _iota_devices(iota[3], iota[4])
         return _rows(order.reshape(int(iota[1]), int(iota[2])))
     if mesh := MESH.match(listing):
         return _mesh_groups(mesh[1], mesh[2], mesh[3])
@@ -414,7 +414,7 @@ def _mesh_groups(axes: str, order: str | None, grouped: str) -> tuple[tuple[int,
     devices = np.arange(math.prod(sizes.values()))
     if order:
         iota = MESH_ORDER.match(order)
-        devices = _transposed(iota[1], iota[2]) if iota else np.array(_numbers(order))
+        devices = _iota_devices(iota[1], iota[2]) if iota else np.array(_integers(order))
     # Every axis as [outer, grouped, inner] parts
     cuts_of_axes = [(name, outer, length) for name, outer, length in MESH_PART.findall(grouped)]
     shape: list[int] = []
@@ -436,14 +436,14 @@ def _mesh_groups(axes: str, order: str | None, grouped: str) -> tuple[tuple[int,
     return _rows(devices.reshape(shape).transpose(outside + inside).reshape(-1, group))
 
 
-def _transposed(shape: str, order: str | None) -> Longs:
+def _iota_devices(shape: str, order: str | None) -> Longs:
     """The numbers 0, 1, .. in a shape, flattened after its dimensions are reordered."""
-    sizes = _numbers(shape)
+    sizes = _integers(shape)
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
-    return (numbers.transpose(_numbers(order)) if order else numbers).reshape(-1)
+    return (numbers.transpose(_integers(order)) if order else numbers).reshape(-1)
 
 
-def _numbers(listed: str) -> tuple[int, ...]:
+def _integers(listed: str) -> tuple[int, ...]:
     return tuple(int(digits) for digits in listed.split(",") if digits)
 
 

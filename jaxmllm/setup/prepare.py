@@ -78,7 +78,7 @@ def prepare(config: Config, mesh: Mesh | AbstractMesh) -> RunInputs:
     spans = spans_of_phases(config, model)
     media = modalities(config.model, config.data)
     corpus, held_out = open_corpora(config, tokenizer, media, model, spans)
-    _check_drawn(config, corpus)
+    _check_drawings(config, corpus)
     # Hosts that differ would plan different steps, and hang in the first collective.
     hosts.compare("data", lambda: data_facts(corpus, held_out), SAME_DATA)
     order = example_order(corpus.members, config.run.seed)
@@ -87,7 +87,7 @@ def prepare(config: Config, mesh: Mesh | AbstractMesh) -> RunInputs:
     return RunInputs(model, corpus, held_out, order, samples, spans, of_sources)
 
 
-def _check_drawn(config: Config, corpus: Corpus) -> None:
+def _check_drawings(config: Config, corpus: Corpus) -> None:
     """Raise `ConfigError` where only drawings have a loss and the data have no drawings: every step
     would be skipped."""
     generators = config.model.generators

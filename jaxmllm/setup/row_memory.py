@@ -62,7 +62,7 @@ MODULATED_WIDTHS = 12  # vectors of the time that modulate a layer, in float32
 
 def slots_that_fit(config: Config, model: MLLM, phase: str) -> int:
     """Slots of a phase's row that a rank can hold: a power of two."""
-    slots = _left(config, model) * USED_SHARE / _row_bytes(config, model, phase)
+    slots = _free_bytes(config, model) * USED_SHARE / _row_slot_bytes(config, model, phase)
     parts = model.layout(phase).parts
     return 1 << int(math.log2(max(slots * parts, 1)))
 
@@ -86,8 +86,8 @@ def kept_residuals(config: Config, model: MLLM, capacities: Mapping[str, int]) -
         return microbatches
     slots = {phase: size / model.layout(phase).parts for phase, size in capacities.items()}
     sizes = {phase: slots[phase] * kept_bytes(config, phase) for phase in microbatches}
-    free = _left(config, model)
-    rows = max(slots[phase] * _row_bytes(config, model, phase) for phase in model.phases)
+    free = _free_bytes(config, model)
+    rows = max(slots[phase] * _row_slot_bytes(config, model, phase) for phase in model.phases)
     room = max(free - rows / USED_SHARE, free * KEPT_SHARE)
     room -= sum(microbatches[phase] * size for phase, size in sizes.items())
     while growing:
@@ -116,7 +116,7 @@ def kept_forwards(
       layers: of the largest chunk.
       memory: bytes of a device; none: those of this process's devices.
     """
-    room = _left(config, model, memory) * KEPT_SHARE / len(model.phases)
+    room = _free_bytes(config, model, memory) * KEPT_SHARE / len(model.phases)
     shapes = getattr(config.model, phase)
     slots = capacity / model.layout(phase).parts / shapes.stem_stride
     values = layers * _kept_values(shapes, getattr(config.components, phase).remat)
@@ -126,12 +126,12 @@ def kept_forwards(
     return 1 << int(math.log2(fitting)) if fitting >= 1 else 0
 
 
-def _row_bytes(config: Config, model: MLLM, phase: str) -> float:
+def _row_slot_bytes(config: Config, model: MLLM, phase: str) -> float:
     """Bytes that a slot of a row takes."""
     return slot_bytes(config, phase) + _gathered_bytes(config, model, phase)
 
 
-def _left(config: Config, model: MLLM, memory: float | None = None) -> float:
+def _free_bytes(config: Config, model: MLLM, memory: float | None = None) -> float:
     """Bytes of a device that the state leaves, at least `LEAST_SHARE` of them."""
     memory = memory or memory_of_a_device(model)
     return max(memory - state_bytes(config, model), memory * LEAST_SHARE)
@@ -185,7 +185,7 @@ def _device_bytes(config: Config, tree: object, least: int = 0) -> int:
     for path, leaf in jax.tree.leaves_with_path(tree):
         layers, *sizes = leaf.sharding.shard_shape(leaf.shape) or (1,)
         if DictKey(LAYERS) in path:
-            layers = _layers_of_a_stage(config, layers)
+            layers = _stage_layers(config, layers)
         total += layers * math.prod(sizes) * max(leaf.dtype.itemsize, least)
     return total
 
@@ -218,7 +218,7 @@ def slot_bytes(config: Config, phase: str) -> float:
 def kept_bytes(config: Config, phase: str) -> float:
     """Bytes of a slot that are kept for the backward pass."""
     shapes = getattr(config.model, phase)
-    layers = _layers_of_a_stage(config, shapes.layers)
+    layers = _stage_layers(config, shapes.layers)
     values = _kept_values(shapes, getattr(config.components, phase).remat)
     if config.pipeline.stages > 1:
         values += _beside(config, phase)
@@ -237,7 +237,7 @@ def _beside(config: Config, phase: str) -> int:
     return config.model.carried_width(phase) - width
 
 
-def _layers_of_a_stage(config: Config, layers: int) -> int:
+def _stage_layers(config: Config, layers: int) -> int:
     """Layers of the stage that has most."""
     return ceil_divide(layers, config.pipeline.stages)
 

@@ -141,7 +141,7 @@ def drawing_config(run: Path, overrides: Sequence[str] = ()) -> Config:
     return config.model_copy(
         update={
             "balance": unmeasured,
-            "components": _untrained(config.components),
+            "components": _frozen(config.components),
             "objective": objective,
             "pipeline": PipelineConfig(),
             "run": folder,
@@ -149,11 +149,11 @@ def drawing_config(run: Path, overrides: Sequence[str] = ()) -> Config:
     )
 
 
-def _untrained(section: Any) -> Any:
+def _frozen(section: Any) -> Any:
     """A section of components, and those in it, with nothing trained."""
     if isinstance(section, TrainingConfig):
         return section.model_copy(update=UNTRAINED)
-    return section.model_copy(update={name: _untrained(subsection) for name, subsection in section})
+    return section.model_copy(update={name: _frozen(subsection) for name, subsection in section})
 
 
 def check_guidance(config: Config, guidance: float) -> None:

@@ -37,7 +37,7 @@ def mesh_spans(config: Config) -> tuple[int, ...]:
       ConfigError: one does not divide the next.
     """
     spans = {1}
-    auto_cut = _with_those_across_nodes(config, AUTO_CUT)
+    auto_cut = _candidate_spans(config, AUTO_CUT)
     cut_by_odd = False
     for phase in config.model.phases:
         settings = getattr(config.phases, phase)
@@ -77,16 +77,14 @@ def spans_of_phases(config: Config, model: MLLM) -> Spans:
             spans[phase] = settings.spans
         elif settings.capacities == "auto" and config.may_share_rows:
             spans[phase] = tuple(
-                span
-                for span in _with_those_across_nodes(config, AUTO_SPANS)
-                if _passes(check, span)
+                span for span in _candidate_spans(config, AUTO_SPANS) if _is_allowed(check, span)
             )
         else:
             spans[phase] = (1,)
     return spans
 
 
-def _with_those_across_nodes(config: Config, spans: tuple[int, ...]) -> tuple[int, ...]:
+def _candidate_spans(config: Config, spans: tuple[int, ...]) -> tuple[int, ...]:
     return spans + ACROSS_NODES if config.balance.spans_cross_nodes else spans
 
 
@@ -101,7 +99,7 @@ def left_alone(config: Config, model: MLLM, spans: Spans) -> tuple[str, ...]:
     return tuple(phase for phase in spans if spans[phase] == (1,) != allowed[phase])
 
 
-def _passes(check: Callable[[int], None], span: int) -> bool:
+def _is_allowed(check: Callable[[int], None], span: int) -> bool:
     try:
         check(span)
     except ConfigError:
