@@ -36,7 +36,7 @@ class Comparison:
 def compare_generated(ranks: int, per_rank: int, seed: int, before: Mode) -> Comparison:
     """Compare modes on a generated batch and the generator's own model. Raises `ConfigError` if the
     batch is too large."""
-    samples, (items,) = generated_batches(_examples(ranks, per_rank), seed)
+    samples, (items,) = generated_batches(_example_count(ranks, per_rank), seed)
 
     def spec(mode: Mode) -> PlanSpec:
         spans = spans_up_to(NODE, ranks) if mode == AFTER else (1,)
@@ -65,7 +65,7 @@ def compare_on_data(
     from sharding.mesh import axis_sizes
 
     mesh = planning_mesh(config, ranks)
-    config = _with_batch(config, axis_sizes(mesh), per_rank)
+    config = _with_batch_size(config, axis_sizes(mesh), per_rank)
     inputs = prepare(config, mesh)
     items = inputs.corpus.gather(
         batch_examples(inputs.order, config.data.batch_size, len(inputs.samples))
@@ -90,7 +90,7 @@ def compare_on_generated(
     from sharding.mesh import axis_sizes
 
     mesh = planning_mesh(config, ranks)
-    config = _with_batch(config, axis_sizes(mesh), per_rank)
+    config = _with_batch_size(config, axis_sizes(mesh), per_rank)
     lengths = generated_lengths(config, mesh, seed)
     title = f"{name} on generated lengths, {_sizes_in_words(config, axis_sizes(mesh))}, seed {seed}"
 
@@ -121,16 +121,16 @@ def with_mode(config: Config, mode: Mode) -> Config:
     return config.model_copy(update={"balance": config.balance.model_copy(update={"mode": mode})})
 
 
-def _with_batch(config: Config, axes: Mapping[str, int], per_rank: int | None) -> Config:
+def _with_batch_size(config: Config, axes: Mapping[str, int], per_rank: int | None) -> Config:
     if per_rank is None:
         return config
-    examples = _examples(_data_ranks(axes), per_rank)
+    examples = _example_count(_data_ranks(axes), per_rank)
     return config.model_copy(
         update={"data": config.data.model_copy(update={"batch_size": examples})}
     )
 
 
-def _examples(ranks: int, per_rank: int) -> int:
+def _example_count(ranks: int, per_rank: int) -> int:
     """Examples of a batch. Raises `ConfigError` for more than `data.batch_size` may be."""
     if ranks * per_rank > MOST:
         raise ConfigError(

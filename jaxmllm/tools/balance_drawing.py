@@ -58,16 +58,16 @@ def draw(
     grid = figure.add_gridspec(max(len(phases), 1), 5, width_ratios=(1, 1, 0.06, 1, 1))
     for line, phase in enumerate(phases):
         pair = (before, views_before[phase]), (after, views_after[phase])
-        scale, unit = _unit(max(view.time for _, view in pair), views_before[phase].calibrated)
+        scale, unit = _cost_unit(max(view.time for _, view in pair), views_before[phase].calibrated)
         load = rows = None
         for column, (mode, view) in enumerate(pair):
             load = figure.add_subplot(grid[line, column], sharey=load)
             rows = figure.add_subplot(grid[line, column + 3], sharey=rows)
-            order = _order(view)
+            order = _rank_order(view)
             _draw_load(load, view, order, scale)
             _draw_rows(rows, view, order)
             for axes, subject in ((load, "Load"), (rows, "Rows")):
-                _tidy(
+                _style_axes(
                     axes,
                     view.load.shape[1],
                     rank_label=line == len(phases) - 1,
@@ -122,7 +122,7 @@ def _draw_head(figure: Figure, line: str, height: float) -> None:
     )
 
 
-def _order(view: PhaseView) -> NDArray[np.int64]:
+def _rank_order(view: PhaseView) -> NDArray[np.int64]:
     """Ranks in their order, or costliest first where they are too many to tell apart."""
     ranks = view.load.shape[1]
     return (
@@ -142,7 +142,7 @@ def _draw_load(axes: Axes, view: PhaseView, order: NDArray[np.int64], scale: flo
         f"gap {figures['gap to floor']:.2f}",
         f"idle {100 * figures['idle']:.1f} %",
     )
-    _caption(axes, "   ·   ".join(words))
+    _draw_caption(axes, "   ·   ".join(words))
 
 
 def _draw_rows(axes: Axes, view: PhaseView, order: NDArray[np.int64]) -> None:
@@ -162,7 +162,7 @@ def _draw_rows(axes: Axes, view: PhaseView, order: NDArray[np.int64]) -> None:
     shared = int((view.span > 1).sum())
     held = f", {shared} shared" if shared else ""
     real = f"{100 * view.figures['real tokens']:.1f} % real"
-    _caption(axes, f"{rows:.0f} row{plural}{held}   ·   {real}")
+    _draw_caption(axes, f"{rows:.0f} row{plural}{held}   ·   {real}")
 
 
 def _draw_columns(
@@ -184,11 +184,11 @@ def _draw_columns(
         )
 
 
-def _caption(axes: Axes, text: str) -> None:
+def _draw_caption(axes: Axes, text: str) -> None:
     axes.text(0, 1.03, text, transform=axes.transAxes, fontsize=9.5, color=INK, va="bottom")
 
 
-def _tidy(axes: Axes, ranks: int, rank_label: bool, tick_labels: bool) -> None:
+def _style_axes(axes: Axes, ranks: int, rank_label: bool, tick_labels: bool) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(colors=INK, labelsize=9, length=3, labelleft=tick_labels)
@@ -202,7 +202,7 @@ def _tidy(axes: Axes, ranks: int, rank_label: bool, tick_labels: bool) -> None:
         )
 
 
-def _unit(cost: float, calibrated: bool) -> tuple[float, str]:
+def _cost_unit(cost: float, calibrated: bool) -> tuple[float, str]:
     """The largest unit that makes the cost at least 1, as (size, name)."""
     units = FEMTOSECONDS if calibrated else FLOPS
     return next((unit for unit in units if cost >= unit[0]), units[-1])

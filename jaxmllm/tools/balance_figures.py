@@ -89,8 +89,8 @@ def _view(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, key_value_bytes: 
     np.add.at(load, rows, spec.cost.of(length, items.extra))
     np.add.at(real, rows, items.real)
     # The ranks that hold a row together share its work evenly.
-    load = _shared_evenly(load, plan.span)
-    real = _shared_evenly(real, plan.span)
+    load = _spread_evenly(load, plan.span)
+    real = _spread_evenly(real, plan.span)
     statistics = phase_statistics(plan, items, spec)
     figures = {
         column: statistics[f"{spec.name}/{name}"]
@@ -109,7 +109,7 @@ def _view(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec, key_value_bytes: 
     )
 
 
-def _shared_evenly(amounts: NDArray[np.float64], span: Ints) -> NDArray[np.float64]:
+def _spread_evenly(amounts: NDArray[np.float64], span: Ints) -> NDArray[np.float64]:
     """Spread amounts [M, R] of rows from their first rank evenly over the ranks of the row's
     group."""
     shared = amounts.copy()

@@ -124,7 +124,7 @@ def measure(run: Run, repeats: int) -> Calibration:
         )
     device = programs.mesh.devices.flat[0]
     return Calibration(
-        package=_package(),
+        package=_package_version(),
         jax=jax.__version__,
         jaxlib=jaxlib.__version__,
         platform=device.platform,
@@ -199,7 +199,7 @@ class MicrobatchTimer:
         return time.perf_counter() - began
 
 
-def _package() -> str:
+def _package_version() -> str:
     try:
         return version("jaxmllm")
     except PackageNotFoundError:  # run from a checkout
@@ -298,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from jaxmllm.training.run import USER_ERRORS
 
     try:
-        run = build_run(_uncalibrated(config))
+        run = build_run(_uncalibrated_config(config))
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -342,7 +342,7 @@ def _calibrate_ticks(run: Run, repeats: int) -> None:
         print(f"plan with it: pipeline.flops_per_tick={times.flops_per_tick:.3g}")
 
 
-def _uncalibrated(config: Config) -> Config:
+def _uncalibrated_config(config: Config) -> Config:
     """The config without measured costs: sizes follow the FLOPs, because the figures that are about
     to be replaced must decide nothing."""
     return config.model_copy(

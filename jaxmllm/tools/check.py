@@ -102,9 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chip = chip_of(options.chip)
         config = load_run_config(options.config, options.overrides)
-        mesh = target_mesh(config, chip, _devices(config, options.devices))
+        mesh = target_mesh(config, chip, _device_count(config, options.devices))
         programs = _programs(config, mesh, options.seed if options.generated else None)
-        names = _chosen(programs.jobs, options.only)
+        names = _selected_programs(programs.jobs, options.only)
     except ChipError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -153,7 +153,7 @@ def only_compile() -> None:
     jax.config.update("jax_enable_compilation_cache", False)
 
 
-def _devices(config: Config, devices: int | None) -> int:
+def _device_count(config: Config, devices: int | None) -> int:
     """The number of devices that is asked for, or that the mesh names."""
     if devices is not None:
         return devices
@@ -170,7 +170,7 @@ def _programs(config: Config, mesh: Mesh, seed: int | None) -> Programs:
     return generated_lengths(config, mesh, seed).programs()
 
 
-def _chosen(names: Iterable[ProgramName], only: str | None) -> list[ProgramName]:
+def _selected_programs(names: Iterable[ProgramName], only: str | None) -> list[ProgramName]:
     """All programs, or those of some functions."""
     if only is None:
         return list(names)

@@ -146,7 +146,7 @@ def to_folder(run: Path, out: Path, source: Path | None = None, component: str =
     beside = _beside(run, folder, saved)
     saved_components = [saved, *(saved.other(run, name) for name in beside)]
     fits = [folder.of(written.component).check(written.shapes) for written in saved_components]
-    draft = _draft(out)
+    draft = _draft_folder(out)
     left_out = write_folder(
         [(fit, written.merged) for fit, written in zip(fits, saved_components, strict=True)], draft
     )
@@ -181,7 +181,7 @@ def projector_folder(run: Path, out: Path, component: str) -> None:
     group, shapes = _projector_shapes(config.model, component.removeprefix(PROJECTOR))
     values = {path: saved.values(path) for path in saved.shapes}
     vision = config.model.vision if component == f"{PROJECTOR}vision" else None
-    draft = _draft(out)
+    draft = _draft_folder(out)
     write_projector(draft, values, group, shapes, vision.deepstack_layers if vision else ())
     draft.rename(out)
     print(f"{component} of {saved.location} -> {out}")
@@ -219,7 +219,7 @@ def to_adapters(
         )
     for original in (saved, *(saved.other(run, name) for name in _beside(run, folder, saved))):
         _check_unchanged(folder, original)
-    draft = _draft(out)
+    draft = _draft_folder(out)
     write_adapter(folder, saved.adapter, saved.adapted, saved.factors, draft)
     draft.rename(out)
     print(f"{folder.family.name}: {ADAPTER}{LANGUAGE} of {saved.location} -> {out}")
@@ -341,10 +341,10 @@ def _adapter_of(run: Path, component: str) -> AdapterConfig:
 
 def _origin(run: Path, component: str) -> Path:
     """The published folder that a component of a run, or of a run before it, began from."""
-    for model in _models(run):
+    for model in _model_configs(run):
         if component in model.tower_sources:
             return Path(model.tower_sources[component])
-        if model.from_ and is_model_folder(model.from_) and _holds(model.from_, component):
+        if model.from_ and is_model_folder(model.from_) and _has_component(model.from_, component):
             return Path(model.from_)
     raise ConfigError(
         f"{run} (with the runs before it) does not say which published folder its parameters of {component} began "
@@ -352,7 +352,7 @@ def _origin(run: Path, component: str) -> Path:
     )
 
 
-def _models(run: Path) -> Iterator[ModelConfig]:
+def _model_configs(run: Path) -> Iterator[ModelConfig]:
     """Yield the model configs of a run, or of a checkpoint's run, and of the runs that it began
     from, latest first."""
     seen: list[Path] = []
@@ -370,7 +370,7 @@ def _models(run: Path) -> Iterator[ModelConfig]:
         run = Path(config.model.from_ or run)
 
 
-def _holds(folder: str, component: str) -> bool:
+def _has_component(folder: str, component: str) -> bool:
     """Whether a published folder has a component."""
     return component in components_of(FolderConfig.read(Path(folder)))
 
@@ -379,7 +379,7 @@ def _beside(run: Path, folder: ModelFolder, saved: SavedComponent) -> list[str]:
     """Other components of a run that are written into the folder of its decoder or generator. A
     projector goes with its tower; the generator's projector is written if it was read from
     there."""
-    elsewhere = {name for model in _models(run) for name in model.tower_sources}
+    elsewhere = {name for model in _model_configs(run) for name in model.tower_sources}
     if saved.component == GENERATOR:
         return [name for name in (f"{PROJECTOR}{LANGUAGE}",) if name in elsewhere]
     if saved.component != LANGUAGE:
@@ -394,12 +394,12 @@ def _beside(run: Path, folder: ModelFolder, saved: SavedComponent) -> list[str]:
 
 
 def _check_new(out: Path) -> None:
-    for path in (out, _draft(out)):
+    for path in (out, _draft_folder(out)):
         if path.exists():
             raise ConfigError(f"{path} is there already; name a new folder, or remove it")
 
 
-def _draft(out: Path) -> Path:
+def _draft_folder(out: Path) -> Path:
     """The folder that is written first, and renamed once it is complete."""
     return out.parent / f"{out.name}.partial"
 

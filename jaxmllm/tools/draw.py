@@ -167,16 +167,16 @@ class Writer:
     def __call__(self, drawn: Drawn) -> None:
         if drawn.is_latent:
             latents = np.moveaxis(drawn.frames, -1, 0).astype(np.float32)
-            np.save(self._path(drawn, "npy"), latents if drawn.is_clip else latents[:, 0])
+            np.save(self._file_path(drawn, "npy"), latents if drawn.is_clip else latents[:, 0])
         elif drawn.is_clip and self.clips == "mp4":
-            write_video(self._path(drawn, "mp4"), drawn.pixels, self.fps)
+            write_video(self._file_path(drawn, "mp4"), drawn.pixels, self.fps)
         else:
             first_frame, *later_frames = map(Image.fromarray, drawn.pixels)
             moving: dict[str, Any] = {"save_all": True, "append_images": later_frames, "loop": 0}
             moving["duration"] = 1000 / self.fps
             # Blending does not change opaque frames, but Pillow joins equal ones of one blend
             moving["blend"] = [index % 2 for index in range(len(drawn.frames))]
-            first_frame.save(self._path(drawn, "png"), **(moving if drawn.is_clip else {}))
+            first_frame.save(self._file_path(drawn, "png"), **(moving if drawn.is_clip else {}))
 
-    def _path(self, drawn: Drawn, kind: str) -> Path:
+    def _file_path(self, drawn: Drawn, kind: str) -> Path:
         return self.folder / f"{drawn.name}.{kind}"

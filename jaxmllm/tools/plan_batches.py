@@ -18,10 +18,10 @@ from jaxmllm.config.schema import ConfigError
 
 def example_loads(batches: Sequence[BatchItems], flops: Mapping[str, ItemCost]) -> Floats:
     """FLOPs of every example in each phase: [examples, phases]."""
-    return np.concatenate([_loads(batch, flops) for batch in batches])
+    return np.concatenate([_batch_loads(batch, flops) for batch in batches])
 
 
-def _loads(batch: BatchItems, flops: Mapping[str, ItemCost]) -> Floats:
+def _batch_loads(batch: BatchItems, flops: Mapping[str, ItemCost]) -> Floats:
     loads = np.zeros((len(batch.examples), len(flops)))
     for column, (phase, cost) in enumerate(flops.items()):
         items = batch.phases[phase]

@@ -64,7 +64,7 @@ def check(result: SearchResult, planner: Planner, number: int) -> Checked:
             for candidate in result.ranked[:number]
             if id(candidate) not in done and candidate.choice.stages == 1
         ]:
-            layout = _compiled(result, planner, todo[0], chip)
+            layout = _compile_layout(result, planner, todo[0], chip)
             other_layouts = [candidate for candidate in result.ranked if candidate is not todo[0]]
             remaining = other_layouts if layout is None else [*other_layouts, layout]
             if not remaining:
@@ -93,7 +93,7 @@ def chip_of_cluster(cluster: Cluster) -> Chip:
     return CHIPS_OF_KINDS[kind]
 
 
-def _compiled(
+def _compile_layout(
     result: SearchResult, planner: Planner, layout: PlannedLayout, chip: Chip
 ) -> PlannedLayout | None:
     """The layout with the compiler's bytes; None if it is struck out."""

@@ -60,13 +60,13 @@ def count_up(devices: Sequence[int], planner_of: Callable[[int], Planner]) -> li
     Raises:
       ConfigError: no number of devices has a layout; the message has the reason for each.
     """
-    counts = [_counted(device_count, planner_of) for device_count in sorted(set(devices))]
+    counts = [_search_count(device_count, planner_of) for device_count in sorted(set(devices))]
     if all(count.best is None for count in counts):
         raise ConfigError("; ".join(f"{count.devices}: {count.why_none}" for count in counts))
     return counts
 
 
-def _counted(devices: int, planner_of: Callable[[int], Planner]) -> Count:
+def _search_count(devices: int, planner_of: Callable[[int], Planner]) -> Count:
     try:
         planner = planner_of(devices)
         return Count(devices, planner, planner.search(devices).ranked[0])
@@ -86,10 +86,10 @@ def columns(counts: Sequence[Count]) -> list[str]:
 def table(counts: Sequence[Count]) -> list[list[Any]]:
     """Rows of the table, one for each number of devices."""
     # The price, last in a line, is cut off where the table has no column for it
-    return [_line(count)[: len(columns(counts))] for count in counts]
+    return [_count_cells(count)[: len(columns(counts))] for count in counts]
 
 
-def _line(count: Count) -> list[Any]:
+def _count_cells(count: Count) -> list[Any]:
     best = count.best
     planner = count.planner
     if best is None or planner is None:
@@ -122,10 +122,10 @@ def show(title: str, counts: Sequence[Count]) -> None:
 
 def records(counts: Sequence[Count]) -> dict[str, Any]:
     """The counts and their conclusion, for JSON."""
-    return {"counts": [_record(count) for count in counts], "conclusion": conclusion(counts)}
+    return {"counts": [_count_record(count) for count in counts], "conclusion": conclusion(counts)}
 
 
-def _record(count: Count) -> dict[str, Any]:
+def _count_record(count: Count) -> dict[str, Any]:
     if count.best is None or count.planner is None:
         return {"devices": count.devices, "why_not": count.why_none}
     layout = record(count.best, count.best, count.planner)
@@ -168,14 +168,14 @@ def draw(title: str, counts: Sequence[Count]) -> Figure:
     low, high = zip(*(between for *_, between, _ in points), strict=True)
     seconds.fill_between(numbers, low, high, color=COLOUR, alpha=0.15, linewidth=0)
     hours.plot(numbers, [of_steps for *_, of_steps in points], marker="o", color=COLOUR)
-    _finish(seconds, numbers, "seconds of a step, and the interval of a time without calibration")
-    _finish(hours, numbers, f"device hours of {STEPS} steps")
+    _label(seconds, numbers, "seconds of a step, and the interval of a time without calibration")
+    _label(hours, numbers, f"device hours of {STEPS} steps")
     top = 1 - 0.14 / HEIGHT
     figure.text(0.008, top, title, fontsize=15, fontweight="bold", color=INK, va="top")
     return figure
 
 
-def _finish(axes: Axes, numbers: Sequence[int], title: str) -> None:
+def _label(axes: Axes, numbers: Sequence[int], title: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(numbers, [str(devices) for devices in numbers])
     axes.set_ylim(bottom=0)

@@ -41,10 +41,10 @@ def draw(title: str, layouts: Sequence[PlannedLayout], budget: float) -> Figure:
     height = 2.6 + 0.42 * len(layouts)
     figure = new_figure(height, head=0.6, wspace=0.04)
     seconds, memory = figure.subplots(1, 2, sharey=True)
-    _bars(seconds, [layout.parts for layout in layouts])
+    _draw_bars(seconds, [layout.parts for layout in layouts])
     seconds.set_xlabel("seconds of a step")
     held = [{part: size / GB for part, size in layout.peak.parts.items()} for layout in layouts]
-    _bars(memory, held)
+    _draw_bars(memory, held)
     memory.axvline(budget / GB, color=INK, linewidth=1.4, linestyle="--")
     memory.set_xlim(0, 1.05 * max(budget / GB, *(sum(sizes.values()) for sizes in held)))
     memory.set_xlabel("GB of a device at the peak; dashed: what a run may take")
@@ -56,7 +56,7 @@ def draw(title: str, layouts: Sequence[PlannedLayout], budget: float) -> Figure:
     return figure
 
 
-def _bars(axes: Axes, layouts: Sequence[Mapping[str, float]]) -> None:
+def _draw_bars(axes: Axes, layouts: Sequence[Mapping[str, float]]) -> None:
     """Draw a bar of stacked parts for each layout, and the parts' names below."""
     longest = max(sum(parts.values()) for parts in layouts)
     names = [

@@ -55,7 +55,7 @@ def make_planner(
     device = Device(
         cluster,
         cluster.efficiency.share,
-        dtype=_dtype(config),
+        dtype=_product_dtype(config),
         said_peak=None if said == "auto" else said,
     )
     if priced:
@@ -63,7 +63,7 @@ def make_planner(
     tokenizer = load_tokenizer(config.data)
     sizes = dict.fromkeys(AXES, 1) | {"data": devices}
     mesh = cluster_mesh(config, sizes, cluster)
-    open_config = config.model_copy(update={"components": _without_layouts(config)})
+    open_config = config.model_copy(update={"components": _default_layouts(config)})
     model = build_model(config.model, vocabulary(config, tokenizer), open_config.components, mesh)
     if not model.trainable.components:
         raise ConfigError(
@@ -79,7 +79,7 @@ def make_planner(
     return planner
 
 
-def _without_layouts(config: Config) -> Any:
+def _default_layouts(config: Config) -> Any:
     """Components with default layouts, because shapes are made on a mesh that has only `data`."""
     towers = {
         name: getattr(config.components, name).model_copy(update={"layout": {}})
@@ -88,7 +88,7 @@ def _without_layouts(config: Config) -> Any:
     return config.components.model_copy(update=towers)
 
 
-def _dtype(config: Config) -> str:
+def _product_dtype(config: Config) -> str:
     """Compute dtype of the decoder's products."""
     return str(config.components.language.compute_dtype)
 

@@ -106,11 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.from_run is not None:
             return _compared(options, cluster)
         if options.simulate:
-            return _simulated(options, cluster)
+            return _simulate_config(options, cluster)
         if options.profile:
-            return _profiled(options, cluster)
+            return _profile_batches(options, cluster)
         several = len(options.devices) > 1
-        return _counted(options, cluster) if several else _planned(options, cluster)
+        return _plan_each_count(options, cluster) if several else _planned(options, cluster)
     except PLAN_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     add_config(parser, required=False)
     parser.add_argument(
         "--devices",
-        type=_numbers,
+        type=_device_counts,
         default=(),
         metavar="N[,N ...]",
         help="number of devices, or several numbers to compare",
@@ -168,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _device_counts(text: str) -> tuple[int, ...]:
     """Parse numbers of devices, separated by commas."""
     return tuple(map(positive_int, text.split(",")))
 
@@ -203,7 +203,7 @@ def _planned(options: argparse.Namespace, cluster: Cluster) -> int:
     return 0
 
 
-def _counted(options: argparse.Namespace, cluster: Cluster) -> int:
+def _plan_each_count(options: argparse.Namespace, cluster: Cluster) -> int:
     """Print the best layout for every number of devices, and write them."""
     config = load_run_config(options.config, options.overrides)
     counts = plan_counts.count_up(
@@ -236,7 +236,7 @@ def _write_record(options: argparse.Namespace, config: Config, **figures: Any) -
 # ---------------------------------------------------------------------------- other questions
 
 
-def _simulated(options: argparse.Namespace, cluster: Cluster) -> int:
+def _simulate_config(options: argparse.Namespace, cluster: Cluster) -> int:
     """Predict this config alone, under every balance mode that it allows."""
     config = load_run_config(options.config, options.overrides)
     (devices,) = options.devices
@@ -273,7 +273,7 @@ def _simulated(options: argparse.Namespace, cluster: Cluster) -> int:
     return 0
 
 
-def _profiled(options: argparse.Namespace, cluster: Cluster) -> int:
+def _profile_batches(options: argparse.Namespace, cluster: Cluster) -> int:
     """Print how large a batch must be for all batches to split the devices the same way."""
     config = load_run_config(options.config, options.overrides)
     (devices,) = options.devices

@@ -39,7 +39,7 @@ class DataLengths:
     steps: Sequence[int]  # numbers of the batches that are planned
     # Batch sizes and weights up to these steps; empty: always those of the config
     history: Sequence[Segment] = ()
-    _known: dict[str, Sampled | LengthsError] = field(default_factory=dict)
+    _known_lengths: dict[str, Sampled | LengthsError] = field(default_factory=dict)
 
     def __call__(self, config: Config, model: MLLM, spans: Spans) -> Sampled:
         media = modalities(config.model, config.data)
@@ -48,14 +48,14 @@ class DataLengths:
         # Examples are refused by bounds that the config names, so lengths depend on these alone
         limits = {phase: slots for phase, slots in limits.items() if _is_bounded(config, phase)}
         key = f"{stages} {limits} {media!r}"
-        if key not in self._known:
-            self._known[key] = self._drawn(config, model, spans)
-        known = self._known[key]
+        if key not in self._known_lengths:
+            self._known_lengths[key] = self._data_lengths(config, model, spans)
+        known = self._known_lengths[key]
         if isinstance(known, LengthsError):
             raise known
         return known
 
-    def _drawn(self, config: Config, model: MLLM, spans: Spans) -> Sampled | LengthsError:
+    def _data_lengths(self, config: Config, model: MLLM, spans: Spans) -> Sampled | LengthsError:
         """Lengths of the data's batches for one layout's rows, or the error that refuses them."""
         stages = config.pipeline.stages > 1
         media = modalities(config.model, config.data)
@@ -95,13 +95,13 @@ class MadeUpLengths:
 
     seed: int
     mix: Mapping[str, float] = field(default_factory=lambda: DEFAULT_MIX)
-    _known: dict[str, Sampled] = field(default_factory=dict)
+    _known_lengths: dict[str, Sampled] = field(default_factory=dict)
     _batches: tuple[list[BatchItems], list[BatchItems]] | None = None
 
     def __call__(self, config: Config, model: MLLM, spans: Spans) -> Sampled:
         media = modalities(config.model, config.data)
         key = repr(media)
-        if key not in self._known:
+        if key not in self._known_lengths:
             learns_text = config.objective.learns_text
             mix = mix_for(config.model, self.mix, learns_text)
             if self._batches is None:
@@ -110,7 +110,7 @@ class MadeUpLengths:
                     size, self.seed, config.model, mix, planned_steps(size)
                 )
             samples, steps = self._batches
-            self._known[key] = Sampled(
+            self._known_lengths[key] = Sampled(
                 samples=samples,
                 others=[],
                 steps=steps,
@@ -118,7 +118,7 @@ class MadeUpLengths:
                 formats=row_formats(media),
                 sources=len(config.data.sources),
             )
-        return self._known[key]
+        return self._known_lengths[key]
 
 
 def _unbounded(config: Config) -> Config:

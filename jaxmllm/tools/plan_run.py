@@ -110,7 +110,7 @@ def fitted(
     high = np.log(MOST)
     for _ in range(HALVINGS):  # bisection of the logarithm
         middle = (low + high) / 2
-        error = _median(times(float(np.exp(middle)))) / seconds - 1
+        error = _median_step(times(float(np.exp(middle)))) / seconds - 1
         if abs(error) < CLOSE:
             break
         low, high = (middle, high) if error > 0 else (low, middle)
@@ -118,7 +118,7 @@ def fitted(
     return replace(device, efficiency=efficiency), times(efficiency)
 
 
-def _median(times: Sequence[StepTime]) -> float:
+def _median_step(times: Sequence[StepTime]) -> float:
     return statistics.median(time.seconds for time in times)
 
 
@@ -138,7 +138,7 @@ def comparison(
     planned and as logged; then lines for the parts that belong to no phase, and for the step."""
     lines = []
     for phase in layout.spec.phases:
-        line: dict[str, Any] = {"part": phase, "predicted_s": _mean_of(times, f"{phase}/")}
+        line: dict[str, Any] = {"part": phase, "predicted_s": _mean_seconds(times, f"{phase}/")}
         for name in ("rows", "real_token_fraction"):
             key = f"{phase}/{name}"
             line[f"planned_{name}"] = layout.statistic(key)
@@ -146,8 +146,8 @@ def comparison(
             line[f"logged_{name}"] = float(np.mean(logged)) if logged else None
         lines.append(line)
     other_parts = [name for name in times[0].parts if "/" not in name]
-    lines += [{"part": name, "predicted_s": _mean_of(times, name)} for name in other_parts]
-    step = {"part": "step, median", "predicted_s": _median(times), "measured_s": run.seconds}
+    lines += [{"part": name, "predicted_s": _mean_seconds(times, name)} for name in other_parts]
+    step = {"part": "step, median", "predicted_s": _median_step(times), "measured_s": run.seconds}
     return [*lines, step]
 
 
@@ -165,7 +165,7 @@ def plan_conclusion(layout: PlannedLayout, run: LoggedRun) -> str:
     return f"of {len(layout.plans)} steps, other than planned: {names}"
 
 
-def _mean_of(times: Sequence[StepTime], prefix: str) -> float:
+def _mean_seconds(times: Sequence[StepTime], prefix: str) -> float:
     """Mean over steps of the seconds of all parts whose names have a prefix."""
     return float(
         np.mean(

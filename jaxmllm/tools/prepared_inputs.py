@@ -170,13 +170,13 @@ class PreparedTexts:
         numbers = np.arange(len(examples), dtype=np.int32)
         nothing = np.zeros_like(numbers)
         targets = sum(int((self.targets[i] >= 0).sum()) for i in examples)
-        phases = {phase: self._items(phase, examples) for phase in self.modalities}
+        phases = {phase: self._encoder_items(phase, examples) for phase in self.modalities}
         media = [(phase, items.example, items.tokens) for phase, items in phases.items()]
         extra = self.pairs.of_sequences(len(examples), media)
         phases[LANGUAGE] = PhaseItems(length, length, numbers, nothing, nothing, extra)
         return BatchItems(np.asarray(examples, np.int64), targets, phases)
 
-    def _items(self, phase: str, examples: Longs) -> PhaseItems:
+    def _encoder_items(self, phase: str, examples: Longs) -> PhaseItems:
         """Items of one encoder in some texts."""
         modality = self.modalities[phase]
         spans = [
@@ -291,7 +291,7 @@ class PreparedRun:
         """The mean loss over all targets, and its gradients as (key of a tensor, array)."""
         gradients, sums, _ = self.programs.gradients(self.params, self.programs.put(self.step))
         total, targets = (float(np.sum(jax.device_get(x))) for x in (sums.loss, sums.targets))
-        return total / targets, self._by_key(gradients)
+        return total / targets, self._gradients_by_key(gradients)
 
     def logits(self) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yield (text, logits [L, V]) for every text."""
@@ -326,7 +326,7 @@ class PreparedRun:
 
         return jax.jit(logits)
 
-    def _by_key(self, gradients: Mapping[str, Any]) -> Iterator[tuple[str, NDArray[Any]]]:
+    def _gradients_by_key(self, gradients: Mapping[str, Any]) -> Iterator[tuple[str, NDArray[Any]]]:
         """Yield gradients of all components as (key, tensor). A tensor that joins several
         parameters follows when all of its parts are filled in."""
         begun: dict[str, tuple[NDArray[Any], int]] = {}  # tensors, and how many parts they have
@@ -365,7 +365,7 @@ def _read_media(
         _, read = MEDIA[encoder]
         section = getattr(model, encoder)
         places = {
-            kind: _places(path, arrays, kind, placeholders.get(kind))
+            kind: _media_places(path, arrays, kind, placeholders.get(kind))
             for kind in PARTS[encoder]
             if kind != "video" or section.videos
         }
@@ -375,7 +375,7 @@ def _read_media(
     return media, tuple(in_order)
 
 
-def _places(
+def _media_places(
     path: Path, arrays: Mapping[str, NDArray[Any]], kind: str, placeholder: int | None
 ) -> Places:
     """Tokens of one kind of media. Raises `ConfigError` if neither a placeholder nor `TYPES` marks

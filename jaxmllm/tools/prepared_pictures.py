@@ -39,7 +39,7 @@ Patches = Mapping[str, NDArray[np.uint8]]
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class _PreparedPatches:
     """Part of a modality that gives out prepared patches instead of reading files."""
 
     prepared: Patches = field(default_factory=dict)
@@ -49,17 +49,17 @@ class _Prepared:
 
 
 @dataclass(frozen=True)
-class PreparedImages(_Prepared, Images):
+class PreparedImages(_PreparedPatches, Images):
     """Images with prepared patches."""
 
 
 @dataclass(frozen=True)
-class PreparedTiles(_Prepared, ClassedTiles):
+class PreparedTiles(_PreparedPatches, ClassedTiles):
     """Images in tiles, with prepared patches."""
 
 
 @dataclass(frozen=True)
-class PreparedVideos(_Prepared, ImagesAndVideos):
+class PreparedVideos(_PreparedPatches, ImagesAndVideos):
     """Images and videos with prepared patches. The rate of a `ClipShape` is here the seconds from
     one group of frames to the next."""
 
@@ -121,10 +121,10 @@ def read_pictures(
         spans = [(*before, *added) for before, added in zip(spans, of_texts, strict=True)]
         by_item = zip(shapes, np.split(colors, np.cumsum(counts)[:-1]), strict=True)
         patches |= {
-            f"{prefix}{index}": _by_group(shape, of_item)
+            f"{prefix}{index}": _grouped_patches(shape, of_item)
             for index, (shape, of_item) in enumerate(by_item)
         }
-    return _prepared(images, patches), tuple(spans)
+    return _prepared_modality(images, patches), tuple(spans)
 
 
 def _read_squares(
@@ -145,7 +145,7 @@ def _read_squares(
             f"{path}: pixel_values must be [pictures, 3, {side}, {side}] (got {list(pixels.shape)})"
         )
     grid = images.grid(side, side)
-    counts = _tiles_of(images, places, texts) or [1] * len(pixels)
+    counts = _tile_counts(images, places, texts) or [1] * len(pixels)
     if sum(counts) != len(pixels):
         raise ConfigError(
             f"{path}: pixel_values has {len(pixels)} tiles, and {places.source} {sum(counts)}"
@@ -158,10 +158,10 @@ def _read_squares(
         str(index): images.patches(picture, shape)
         for index, (picture, shape) in enumerate(zip(pictures, shapes, strict=True))
     }
-    return _prepared(images, patches), spans
+    return _prepared_modality(images, patches), spans
 
 
-def _tiles_of(images: Images, places: Places, texts: Sequence[Ints]) -> list[int]:
+def _tile_counts(images: Images, places: Places, texts: Sequence[Ints]) -> list[int]:
     """How many tiles each picture has, counted by its tokens; empty if pictures are not cut into
     tiles."""
     if not isinstance(images, ClassedTiles):
@@ -170,7 +170,7 @@ def _tiles_of(images: Images, places: Places, texts: Sequence[Ints]) -> list[int
     return [(end - start) // of_tile for runs in places.runs(texts) for start, end in runs]
 
 
-def _prepared(images: Images, patches: Patches) -> Modality:
+def _prepared_modality(images: Images, patches: Patches) -> Modality:
     """A modality with the settings of `images` that gives out these patches."""
     settings = {setting.name: getattr(images, setting.name) for setting in fields(images)}
     prepared: type[PreparedImages | PreparedTiles | PreparedVideos] = PreparedImages
@@ -181,7 +181,7 @@ def _prepared(images: Images, patches: Patches) -> Modality:
     return prepared(**settings, prepared=patches)
 
 
-def _by_group(shape: Shape, patches: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _grouped_patches(shape: Shape, patches: NDArray[np.uint8]) -> NDArray[np.uint8]:
     if not isinstance(shape, ClipShape):
         return patches
     return patches.reshape(shape[0], -1, patches.shape[-1])

@@ -175,7 +175,7 @@ def _ask_one(
     examples: int,
 ) -> list[Any]:
     """Conversations about one picture or sound, or about several with the same label."""
-    groups = _by_label(files)
+    groups = _group_by_label(files)
     conversations = []
     for label in itertools.islice(itertools.cycle(labels), examples):
         size = 1 if rng.random() >= SEVERAL else int(rng.integers(2, 4))
@@ -192,8 +192,8 @@ def _ask_both(
     examples: int,
 ) -> list[Any]:
     """Conversations about one picture and one clip, for each pair of labels in turn."""
-    pictures_of = _by_label(pictures)
-    clips_of = _by_label(clips)
+    pictures_of = _group_by_label(pictures)
+    clips_of = _group_by_label(clips)
     conversations = []
     for colour, sound in itertools.islice(
         itertools.cycle(itertools.product(COLOURS, SOUNDS)), examples
@@ -240,7 +240,7 @@ def _conversation(
     ]
 
 
-def _by_label(media: Sequence[SampleFile]) -> dict[str, list[SampleFile]]:
+def _group_by_label(media: Sequence[SampleFile]) -> dict[str, list[SampleFile]]:
     groups: dict[str, list[SampleFile]] = {}
     for item in media:
         groups.setdefault(item.label, []).append(item)

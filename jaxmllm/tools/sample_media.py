@@ -50,7 +50,7 @@ def make_pictures(
         aspect = np.exp(rng.uniform(-0.5, 0.5))
         width = round(np.sqrt(area * aspect))
         height = round(np.sqrt(area / aspect))
-        image = Image.fromarray(_draw(rng, height, width, COLOURS[colour]))
+        image = Image.fromarray(_figure_pixels(rng, height, width, COLOURS[colour]))
         path = folder / f"{index:05d}"
         match index % 5:
             case 0:
@@ -72,7 +72,7 @@ def make_pictures(
     return pictures
 
 
-def _draw(
+def _figure_pixels(
     rng: np.random.Generator, height: int, width: int, colour: tuple[int, int, int]
 ) -> NDArray[np.uint8]:
     """Pixels [height, width, 3] of a disc, box or diamond, near a colour, amid a light ground."""
@@ -94,7 +94,7 @@ def make_clips(out: Path, folder: Path, rng: np.random.Generator, files: int) ->
     clips = []
     for index, (seconds, sound) in enumerate(zip(durations, itertools.cycle(SOUNDS), strict=False)):
         rate = int(rng.choice(SAMPLE_RATES, p=SAMPLE_RATE_SHARES))
-        samples = _play(rng, sound, round(seconds * rate), rate)
+        samples = _wave(rng, sound, round(seconds * rate), rate)
         if rng.random() < STEREO_SHARE:
             samples = np.stack([samples, samples * rng.uniform(0.5, 1.0)], axis=1)
         path = folder / f"{index:05d}{('.wav', '.flac')[index % 2]}"
@@ -104,7 +104,7 @@ def make_clips(out: Path, folder: Path, rng: np.random.Generator, files: int) ->
     return clips
 
 
-def _play(rng: np.random.Generator, sound: str, samples: int, rate: int) -> NDArray[np.float64]:
+def _wave(rng: np.random.Generator, sound: str, samples: int, rate: int) -> NDArray[np.float64]:
     """Samples [samples] of one of `SOUNDS` with a little hiss, within -1..1."""
     time = np.arange(samples) / rate
     if sound in TONES:

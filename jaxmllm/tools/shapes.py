@@ -88,7 +88,7 @@ class Record:
     def conversation(self, id: str) -> dict[str, Any]:
         """The line of a data file to train on."""
         moving = "video" if self.frames > 1 else "image"
-        answer = self.answer if isinstance(self.answer, str) else [_media(self.answer, moving)]
+        answer = self.answer if isinstance(self.answer, str) else [_entry(self.answer, moving)]
         messages = [self._question(), {"role": "assistant", "content": answer}]
         for asked, answered in self.further:
             messages.append({"role": "user", "content": asked})
@@ -107,7 +107,7 @@ class Record:
         contents = [
             {"type": "text", "text": content}
             if isinstance(content, str)
-            else _media(content, "image")
+            else _entry(content, "image")
             for content in self.said
         ]
         text = self.said[0]
@@ -115,7 +115,7 @@ class Record:
         return {"role": "user", "content": text if plain else contents}
 
 
-def _media(path: Path, kind: str) -> dict[str, str]:
+def _entry(path: Path, kind: str) -> dict[str, str]:
     return {"type": kind, kind: path.as_posix()}
 
 
@@ -133,16 +133,16 @@ def make_shapes(out: Path, seed: int = 0, train: int = 9216, test: int = len(SCE
         )
     records_of: dict[str, list[Record]] = {}
     for kind, record, scenes, (of_train, of_test) in (
-        ("pictures", _drawn, SCENES, (train, test)),
-        ("clips", _drawn, CLIP_SCENES, (train // 4, test // 3)),
-        ("edits", _edit, SCENES, (train // 2, test // 2)),
-        ("questions", _questions, SCENES, (train // 2, test)),
+        ("pictures", _caption_record, SCENES, (train, test)),
+        ("clips", _caption_record, CLIP_SCENES, (train // 4, test // 3)),
+        ("edits", _edit_record, SCENES, (train // 2, test // 2)),
+        ("questions", _question_record, SCENES, (train // 2, test)),
     ):
         for split, length in (("train", of_train), ("test", of_test)):
             split_scenes = [scene for scene in scenes if split == "test" or not scene.unseen]
             name = f"{kind}-{split}"
             random = random_of(seed, name, "shapes")
-            maker = _Maker(out, Path("media") / name, random, split_scenes, split == "test")
+            maker = _RecordMaker(out, Path("media") / name, random, split_scenes, split == "test")
             records_of[name] = [record(maker, n) for n in range(length)]
             lines = (r.conversation(f"{name}-{n:05d}") for n, r in enumerate(records_of[name]))
             _write_lines(out / f"{name}.jsonl", lines)
@@ -150,11 +150,11 @@ def make_shapes(out: Path, seed: int = 0, train: int = 9216, test: int = len(SCE
         requests = (record.request() for name in requested for record in records_of[name])
         _write_lines(out / f"{file}.jsonl", requests)
     words = (text for records in records_of.values() for record in records for text in record.words)
-    (out / "tokenizer.json").write_text(_tokenizer([*words, ROLES]), encoding="utf-8")
+    (out / "tokenizer.json").write_text(_tokenizer_json([*words, ROLES]), encoding="utf-8")
 
 
 @dataclass(frozen=True)
-class _Maker:
+class _RecordMaker:
     """The scenes, random numbers and folder that the records of one data file are made with."""
 
     out: Path
@@ -183,7 +183,7 @@ class _Maker:
         return path
 
 
-def _drawn(maker: _Maker, index: int) -> Record:
+def _caption_record(maker: _RecordMaker, index: int) -> Record:
     """A caption with its picture or clip."""
     random = maker.random
     scene = maker.scene(index)
@@ -195,7 +195,7 @@ def _drawn(maker: _Maker, index: int) -> Record:
     return Record((caption(random, scene),), path, name=name, size=sides, frames=frames)
 
 
-def _edit(maker: _Maker, index: int) -> Record:
+def _edit_record(maker: _RecordMaker, index: int) -> Record:
     """An edit: the answer shows the record's scene, and the picture that is shown has another
     colour, one that the file has for this shape and place."""
     random = maker.random
@@ -214,7 +214,7 @@ def _edit(maker: _Maker, index: int) -> Record:
     return Record((source, edit(random, scene.colour)), answer, name=name, size=sides)
 
 
-def _questions(maker: _Maker, index: int) -> Record:
+def _question_record(maker: _RecordMaker, index: int) -> Record:
     """A picture with all questions about it in random order, or with one of them if held out."""
     random = maker.random
     scene = maker.scene(index)
@@ -226,7 +226,7 @@ def _questions(maker: _Maker, index: int) -> Record:
     return Record((picture, asked), answer, () if maker.held_out else tuple(further))
 
 
-def _tokenizer(texts: Iterable[str]) -> str:
+def _tokenizer_json(texts: Iterable[str]) -> str:
     """A tokenizer file that has a token for each word and mark of some texts."""
     split = tokenizers.pre_tokenizers.Whitespace()
     words = sorted({word for text in texts for word, _ in split.pre_tokenize_str(text)})
@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--seconds-{key} is for the JSON; leave it out, or name a file by --json")
     try:
         if options.judge is not None:
-            _judge(options)
+            _judge_folder(options)
         else:
             make_shapes(options.out, options.seed, options.train, options.test)
     except (ValueError, OSError) as error:
@@ -288,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _judge(options: argparse.Namespace) -> None:
+def _judge_folder(options: argparse.Namespace) -> None:
     scores = judge(options.judge)
     for kind, shares in scores.items():
         if shares is not None:

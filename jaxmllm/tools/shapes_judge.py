@@ -48,14 +48,14 @@ ASPECTS = ("colour", "shape", "place")
 
 def look(pixels: NDArray[np.uint8]) -> dict[str, str | None]:
     """Colour, shape and place that a picture [height, width, 3] shows; None where it shows none."""
-    figure = _figure(pixels)
+    figure = _find_figure(pixels)
     if figure is None:
         return dict.fromkeys(ASPECTS)
     colour, cover = figure
     y, x = _centroid(cover)
     return {
         "colour": colour,
-        "shape": _shape(cover),
+        "shape": _best_shape(cover),
         "place": PLACES[2 * (y > 0.5) + (x > 0.5)],
     }
 
@@ -63,9 +63,9 @@ def look(pixels: NDArray[np.uint8]) -> dict[str, str | None]:
 def look_at_clip(frames: Sequence[NDArray[np.uint8]]) -> dict[str, str | None]:
     """Colour, shape and motion that the frames [height, width, 3] of a clip show; None where they
     show none."""
-    figures = [_figure(frame) for frame in frames]
+    figures = [_find_figure(frame) for frame in frames]
     colours = Counter(figure[0] if figure else None for figure in figures)
-    shapes = Counter(_shape(figure[1]) if figure else None for figure in figures)
+    shapes = Counter(_best_shape(figure[1]) if figure else None for figure in figures)
     motion = None
     start = figures[0]
     end = figures[-1]
@@ -81,7 +81,7 @@ def look_at_clip(frames: Sequence[NDArray[np.uint8]]) -> dict[str, str | None]:
     }
 
 
-def _figure(pixels: NDArray[np.uint8]) -> tuple[str | None, Floats] | None:
+def _find_figure(pixels: NDArray[np.uint8]) -> tuple[str | None, Floats] | None:
     """The colour of what differs from the ground, and the share of each pixel that it covers,
     [height, width]; None if nothing differs."""
     image = pixels.astype(float)
@@ -97,7 +97,7 @@ def _figure(pixels: NDArray[np.uint8]) -> tuple[str | None, Floats] | None:
         return None
     error = {name: float(np.linalg.norm(core - value)) for name, value in COLOURS.items()}
     colour = min(error, key=lambda name: error[name])
-    return colour if error[colour] < MOST_COLOUR_ERROR else None, _cover(image, ground, core)
+    return colour if error[colour] < MOST_COLOUR_ERROR else None, _pixel_cover(image, ground, core)
 
 
 def _centroid(cover: Floats) -> tuple[float, float]:
@@ -109,14 +109,14 @@ def _centroid(cover: Floats) -> tuple[float, float]:
     return y, x
 
 
-def _cover(image: Floats, ground: Floats, core: Floats) -> Floats:
+def _pixel_cover(image: Floats, ground: Floats, core: Floats) -> Floats:
     """How far each pixel is on the way from `ground` to `core`, from 0 to 1; faint pixels are 0."""
     way = core - ground
     cover: Floats = ((image - ground) @ way / (way @ way)).clip(0, 1)
     return np.where(cover < 0.15, 0, cover)
 
 
-def _shape(cover: Floats) -> str | None:
+def _best_shape(cover: Floats) -> str | None:
     """The shape whose outline overlaps best with what is covered; None if none overlaps enough."""
     area = cover.sum()
     rows, columns = (np.flatnonzero((cover > 0.5).any(axis=axis)) for axis in (1, 0))
@@ -168,13 +168,13 @@ def judge(folder: Path) -> dict[str, dict[str, float | None] | None]:
     right: dict[bool, list[tuple[Scene, dict[str, bool]]]] = {False: [], True: []}
     for path in paths:
         scene = scene_of(path)
-        seen = _seen(path, scene)
+        seen = _seen_aspects(path, scene)
         aspects = {name: value == getattr(scene, name) for name, value in seen.items()}
         right[scene.motion is not None].append((scene, aspects))
-    return {"pictures": _shares(right[False]), "clips": _shares(right[True])}
+    return {"pictures": _scores(right[False]), "clips": _scores(right[True])}
 
 
-def _seen(path: Path, scene: Scene) -> dict[str, str | None]:
+def _seen_aspects(path: Path, scene: Scene) -> dict[str, str | None]:
     """What the file of a scene shows."""
     try:
         with Image.open(path) as image:
@@ -188,7 +188,7 @@ def _seen(path: Path, scene: Scene) -> dict[str, str | None]:
     return look_at_clip(frames)
 
 
-def _shares(files: Sequence[tuple[Scene, Mapping[str, bool]]]) -> dict[str, float | None] | None:
+def _scores(files: Sequence[tuple[Scene, Mapping[str, bool]]]) -> dict[str, float | None] | None:
     """Shares of files whose aspects are right, as `judge` returns them; None without files."""
     if not files:
         return None

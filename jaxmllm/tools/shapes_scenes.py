@@ -97,11 +97,11 @@ def caption(random: np.random.Generator, scene: Scene) -> str:
     form = forms[random.integers(len(forms))]
     shapes = SHAPE_WORDS[scene.shape]
     shape = shapes[random.integers(len(shapes))]
-    place = _place(random, scene.place) if scene.place else None
+    place = _place_words(random, scene.place) if scene.place else None
     return form.format(colour=scene.colour, shape=shape, place=place, motion=scene.motion)
 
 
-def _place(random: np.random.Generator, place: str) -> str:
+def _place_words(random: np.random.Generator, place: str) -> str:
     height, width = place.split("-")
     words = PLACE_WORDS[height]
     return f"{words[random.integers(len(words))]} {width}"
@@ -151,7 +151,7 @@ class Figure:
             middles = np.array([(abs(row - MIDDLE), abs(column - MIDDLE))])
         middles = (middles + drift) * (height, width)
         radius = random.uniform(SMALLEST, LARGEST) * min(height, width)
-        colour = _about(random, scene.colour)
+        colour = _varied_colour(random, scene.colour)
         ground = random.uniform(225, 250)
         return cls(
             scene.shape, height, width, (*map(tuple, middles.tolist()),), radius, colour, ground
@@ -159,7 +159,7 @@ class Figure:
 
     def coloured(self, random: np.random.Generator, colour: str) -> Figure:
         """The same figure in another colour."""
-        return replace(self, colour=_about(random, colour))
+        return replace(self, colour=_varied_colour(random, colour))
 
     def frames(self) -> NDArray[np.uint8]:
         """Pixels [frames, height, width, 3]."""
@@ -174,7 +174,7 @@ class Figure:
         return np.rint(painted).clip(0, 255).astype(np.uint8)
 
 
-def _about(random: np.random.Generator, colour: str) -> tuple[float, ...]:
+def _varied_colour(random: np.random.Generator, colour: str) -> tuple[float, ...]:
     return tuple((np.array(COLOURS[colour]) + random.uniform(-12, 12, 3)).tolist())
 
 

@@ -60,7 +60,7 @@ def measure_ticks(
     """
     measured = []
     for host in steps:
-        ways = {name: programs.put(step) for name, step in _ways(programs, host).items()}
+        ways = {name: programs.put(step) for name, step in _step_variants(programs, host).items()}
         rounds = [
             {name: _seconds(programs, params, batch, ready) for name, batch in ways.items()}
             for _ in range(repeats + 1)
@@ -69,7 +69,7 @@ def measure_ticks(
         measured.append((host, medians))
     return fit_ticks(
         [
-            (medians, _ticks(host), _pauses(programs.sizes.training.tables, host))
+            (medians, _tick_count(host), _pause_count(programs.sizes.training.tables, host))
             for host, medians in measured
         ],
         [host.statistics["pipeline/cost"] for host in steps],
@@ -114,7 +114,7 @@ def fit_ticks(
     return TickTimes(empty / sum(runs), tick, flop)
 
 
-def _ways(programs: StagedPrograms, host: HostStep) -> dict[str, HostStep]:
+def _step_variants(programs: StagedPrograms, host: HostStep) -> dict[str, HostStep]:
     """A step as planned, with pauses, and without ticks."""
     tables = programs.sizes.training.tables
     paused = []
@@ -131,11 +131,11 @@ def _ways(programs: StagedPrograms, host: HostStep) -> dict[str, HostStep]:
     }
 
 
-def _ticks(host: HostStep) -> int:
+def _tick_count(host: HostStep) -> int:
     return sum(len(run.table) for run in host.runs)
 
 
-def _pauses(tables: TableSpec, host: HostStep) -> int:
+def _pause_count(tables: TableSpec, host: HostStep) -> int:
     """Pauses of a step: one for each tick, as far as its tables have room."""
     return sum(min(len(run.table), tables.ticks - len(run.table)) for run in host.runs)
 

@@ -153,23 +153,25 @@ def plan_step_of(
     return plan_runs(inputs.corpus.gather(examples), sizes.spec, sizes.training), sizes
 
 
-def _of_config(options: Namespace) -> Timeline:
+def _config_timeline(options: Namespace) -> Timeline:
     config = load_run_config(options.config, options.overrides)
     step = 1 if options.step is None else options.step
-    return _of_step(config, options.config, step, options.save)
+    return _step_timeline(config, options.config, step, options.save)
 
 
-def _of_run(options: Namespace) -> Timeline:
+def _run_timeline(options: Namespace) -> Timeline:
     config = read_config(options.run)
     if config is None:
         raise ConfigError(f"--run {options.run}: the folder holds no run")
     if options.step is None:
         check_staged(config)
         return of_table(options.run / SCHEDULE_FILE)
-    return _of_step(config, options.run, options.step, options.save, read_history(options.run))
+    return _step_timeline(
+        config, options.run, options.step, options.save, read_history(options.run)
+    )
 
 
-def _of_step(
+def _step_timeline(
     config: Config, name: object, step: int, save: Path | None, history: Sequence[Segment] = ()
 ) -> Timeline:
     """Timeline of a step that is planned here; its tables are also written to `save`, if given."""
@@ -185,7 +187,7 @@ def _of_step(
         save_tables(save, sizes.training.tables, rows, wire_active)
     microbatches = sum(run.rows.phases[LANGUAGE].count for run in runs)
     chosen = sizes.training.config
-    settings = _in_words(chosen.schedule, chosen.split_backward is True)
+    settings = _schedule_words(chosen.schedule, chosen.split_backward is True)
     if any(run.fallback for run in runs):
         settings += ", greedy where that does not fit"
     title = (
@@ -195,7 +197,7 @@ def _of_step(
     return of_schedules([run.schedule for run in runs], title)
 
 
-def _of_generated(options: Namespace) -> Timeline:
+def _generated_timeline(options: Namespace) -> Timeline:
     schedule = generated_schedule(
         layout=options.layout,
         schedule=options.schedule,
@@ -205,14 +207,14 @@ def _of_generated(options: Namespace) -> Timeline:
         split=options.split,
     )
     microbatches = len(schedule.graph.workload.inputs)
-    settings = _in_words(options.schedule, options.split)
+    settings = _schedule_words(options.schedule, options.split)
     title = (
         f"{settings}, layout {options.layout}, {options.stages} ranks, {microbatches} microbatches"
     )
     return of_schedules([schedule], title, UNIT)
 
 
-def _in_words(schedule: str, split: bool) -> str:
+def _schedule_words(schedule: str, split: bool) -> str:
     return f"{schedule} with split backward" if split else schedule
 
 
@@ -263,10 +265,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parse(parser, arguments)
     kinds = {
-        "config": _of_config,
-        "run": _of_run,
+        "config": _config_timeline,
+        "run": _run_timeline,
         "table": lambda options: of_table(options.table),
-        "generated": _of_generated,
+        "generated": _generated_timeline,
     }
     chosen = [name for name in kinds if getattr(options, name) not in (None, False)]
     if len(chosen) != 1:

@@ -86,7 +86,7 @@ def draw(timeline: Timeline) -> Figure:
     height = 2.1 + 0.62 * timeline.ranks
     figure = new_figure(height, head=1.15)
     axes = figure.add_subplot()
-    _bars(axes, timeline)
+    _draw_bars(axes, timeline)
     busy = timeline.busy()
     figures = (
         f"{len(timeline.ticks) - 1} ticks   ·   busiest rank {100 * max(busy, default=0):.1f} %"
@@ -128,7 +128,7 @@ def draw(timeline: Timeline) -> Figure:
     return figure
 
 
-def _bars(axes: Axes, timeline: Timeline) -> None:
+def _draw_bars(axes: Axes, timeline: Timeline) -> None:
     """Draw operations with their microbatches, ticks as lines, and each rank's busy share."""
     end = timeline.ticks[-1] or 1.0
     thin = 0.6 if len(timeline.ticks) < 150 else 0.15

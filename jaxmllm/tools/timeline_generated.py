@@ -91,13 +91,13 @@ def _rows(
         pairs = np.stack([microbatch, row_in_microbatch])
         rows, row_of_item = np.unique(pairs, axis=1, return_inverse=True)
         row_of_item = row_of_item.reshape(-1)  # numpy 2.0 gave it the shape of the pairs
-        squares[name] = _squares(row_of_item, items.length, rows.shape[1])
+        squares[name] = _square_sums(row_of_item, items.length, rows.shape[1])
         for example, row in zip(items.example.tolist(), row_of_item.tolist(), strict=True):
             inputs[plan.language[example]].add((encoder, row))
     texts = batch.phases[LANGUAGE]
-    squares[LANGUAGE] = _squares(plan.language[texts.example], texts.length, plan.microbatches)
+    squares[LANGUAGE] = _square_sums(plan.language[texts.example], texts.length, plan.microbatches)
     return tuple(tuple(sorted(rows_read)) for rows_read in inputs), squares
 
 
-def _squares(row: Ints | Longs, length: Longs, rows: int) -> list[int]:
+def _square_sums(row: Ints | Longs, length: Longs, rows: int) -> list[int]:
     return sums_by(row, length**2, rows).tolist()

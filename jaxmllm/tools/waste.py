@@ -129,7 +129,7 @@ def planned(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> dict[str, Phas
             slots=int(plan.statistics[f"{name}/slots"]),
             tokens=int(plan.statistics[f"{name}/tokens"]),
             max_over_mean=plan.statistics[f"{name}/max_over_mean"],
-            floor=_floor(items.phases[name], phase),
+            floor=_least_ratio(items.phases[name], phase),
             synchronised=plan.statistics[f"{name}/synchronised"],
             slowest=plan.statistics[f"{name}/over_ideal"] * ideal,
             ideal=ideal,
@@ -148,7 +148,7 @@ def _rows_by_span(plan: PhasePlan, phase: PhaseSpec) -> dict[int, int]:
     return {span: count * (phase.ranks // span) for span, count in by_span}
 
 
-def _floor(items: PhaseItems, phase: PhaseSpec) -> float:
+def _least_ratio(items: PhaseItems, phase: PhaseSpec) -> float:
     """Least max/mean of any placement: 1, or that of the costliest item alone on the ranks of the
     widest row."""
     cost = item_costs(phase, items)
@@ -212,7 +212,7 @@ def measure(config: Config, inputs: RunInputs, steps: int) -> list[dict[str, Any
             plan_ms[method].append(plan.statistics["plan_ms"])
             for name, waste in planned(plan, items, spec).items():
                 wastes[name, method].append(waste)
-        for key, waste in _padded_in_every_way(items, specs["balanced"]).items():
+        for key, waste in _padding_wastes(items, specs["balanced"]).items():
             wastes[key].append(waste)
 
     phases = list(specs["balanced"].phases)
@@ -234,7 +234,7 @@ def measure(config: Config, inputs: RunInputs, steps: int) -> list[dict[str, Any
     return records
 
 
-def _padded_in_every_way(items: BatchItems, spec: PlanSpec) -> dict[tuple[str, str], PhaseWaste]:
+def _padding_wastes(items: BatchItems, spec: PlanSpec) -> dict[tuple[str, str], PhaseWaste]:
     """Waste of every way to pad, by phase and method, for phases that have items."""
     grids = {name: route.grid for name, route in spec.routes.items()}
     example_rank = example_ranks(items, spec.phases[LANGUAGE].ranks, "none")
@@ -291,7 +291,7 @@ def _over_ideal(wastes: Sequence[PhaseWaste]) -> float | None:
     return sum(waste.slowest for waste in wastes) / sum(waste.ideal for waste in wastes)
 
 
-def _cells(record: dict[str, Any]) -> list[Any]:
+def _record_cells(record: dict[str, Any]) -> list[Any]:
     """A record as cells of `COLUMNS`."""
     rows = record["rows_by_span"]
     gathered = record["gathered_bytes"]
@@ -326,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     phase_ranks = {phase: inputs.model.layout(phase).ranks for phase in inputs.model.phases}
     ranks_in_words = ", ".join(f"{phase_ranks[phase]} {phase}" for phase in phase_ranks)
     title = f"{options.config}: {options.steps} steps of {config.data.batch_size} examples; ranks: {ranks_in_words}"
-    print_table(title, COLUMNS, [_cells(record) for record in records], left_aligned=2)
+    print_table(title, COLUMNS, [_record_cells(record) for record in records], left_aligned=2)
     totals = [record for record in records if record["phase"] == "all"]
     for record in totals:
         if record["over_ideal"] is None:

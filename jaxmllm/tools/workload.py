@@ -184,7 +184,7 @@ def generate(
       ValueError: a task is unknown or needs an encoder or a generator that the model lacks, a
         weight is negative, or none is positive.
     """
-    possible = _possible(model, dict.fromkeys(TASKS, 1.0))
+    possible = _learnable_tasks(model, dict.fromkeys(TASKS, 1.0))
     if impossible := mix.keys() - possible.keys():
         raise ValueError(
             f"tasks {sorted(impossible)} are unknown or need another encoder than {list(model.encoders)}, or another "
@@ -220,7 +220,7 @@ def generate(
             patches *= np.rint(task.times.draw(random, len(members)))
             drawn = drawn.with_more(members, patches)
         text[members] = np.rint(tokens)
-    return _batch(text, images.ordered(), clips.ordered(), drawn.ordered(), model)
+    return _batch_items(text, images.ordered(), clips.ordered(), drawn.ordered(), model)
 
 
 def generated_batches(
@@ -245,7 +245,7 @@ def mix_for(
       learns_text: whether examples without anything to draw train the model; if not, the mix is
         left out.
     """
-    tasks = _possible(model, mix) if learns_text else {}
+    tasks = _learnable_tasks(model, mix) if learns_text else {}
     if model.diffusion is not None:
         tasks |= PICTURES
         if model.diffusion.patch_frames > 1:
@@ -253,7 +253,7 @@ def mix_for(
     return tasks
 
 
-def _possible(model: ModelConfig, mix: Mapping[str, float]) -> dict[str, float]:
+def _learnable_tasks(model: ModelConfig, mix: Mapping[str, float]) -> dict[str, float]:
     """The tasks of a mix that the model can learn from."""
     missing = {"vision", "audio", "diffusion"} - {*model.encoders, *model.generators}
     return {name: weight for name, weight in mix.items() if missing.isdisjoint(TASKS[name].phases)}
@@ -297,7 +297,7 @@ def describe(batch: BatchItems) -> dict[str, float]:
 
 def longest(phase: str, mix: Mapping[str, float] = DEFAULT_MIX, model: ModelConfig = MODEL) -> int:
     """Slots of the largest item of a phase that the mix can draw."""
-    return max(_longest(phase, TASKS[name], model) for name in mix)
+    return max(_longest_item(phase, TASKS[name], model) for name in mix)
 
 
 def make_spec(
@@ -378,7 +378,7 @@ class _Media:
         return _Media(self.example[order], self.size[order])
 
 
-def _batch(
+def _batch_items(
     text: Longs, images: _Media, clips: _Media, drawn: _Media, model: ModelConfig
 ) -> BatchItems:
     """Items of all phases. Each example has media of at most one kind, so where its media begin
@@ -398,7 +398,7 @@ def _batch(
     length[drawn.example] += FRAME_TOKENS
     examples = np.arange(len(text))
     zeros = np.zeros(len(text), np.int32)
-    phases |= {phase: _drawn(drawn, text, model, phase) for phase in model.generators}
+    phases |= {phase: _generated_items(drawn, text, model, phase) for phase in model.generators}
     phases[LANGUAGE] = PhaseItems(
         length, length, examples.astype(np.int32), tokens=zeros, slot=zeros
     )
@@ -418,11 +418,11 @@ def _items(example: Longs, length: Longs, real: Longs, tokens: Longs, text: Long
     )
 
 
-def _drawn(drawn: _Media, text: Longs, model: ModelConfig, phase: str) -> PhaseItems:
+def _generated_items(drawn: _Media, text: Longs, model: ModelConfig, phase: str) -> PhaseItems:
     """Items of a generator: each is drawn from all text tokens of its example, its conditions."""
     conditions = text[drawn.example].astype(np.int32)
     shapes = np.stack([drawn.size, *[np.ones_like(drawn.size)] * 2], axis=1)
-    slots = _slots_of_drawn(drawn.size, conditions, model, phase)
+    slots = _generated_slots(drawn.size, conditions, model, phase)
     return PhaseItems(
         slots,
         drawn.size if phase in model.crossed else slots,
@@ -433,7 +433,7 @@ def _drawn(drawn: _Media, text: Longs, model: ModelConfig, phase: str) -> PhaseI
     )
 
 
-def _slots_of_drawn(patches: Any, conditions: Any, model: ModelConfig, phase: str) -> Any:
+def _generated_slots(patches: Any, conditions: Any, model: ModelConfig, phase: str) -> Any:
     """Slots of drawn items, as numbers or arrays: patches and conditions each take slots, or share
     them where cross-attention reads the conditions."""
     if phase in model.crossed:
@@ -449,7 +449,7 @@ def _heard(frames: Amount, audio: AudioConfig) -> Amount:
     return ceil_divide(frames, audio.chunk_frames) * audio.chunk_slots
 
 
-def _longest(phase: str, task: Task, model: ModelConfig) -> int:
+def _longest_item(phase: str, task: Task, model: ModelConfig) -> int:
     """Slots of the largest item of a phase that a task can draw."""
     images = task.images[1]
     image = round(task.image.high)
@@ -465,7 +465,7 @@ def _longest(phase: str, task: Task, model: ModelConfig) -> int:
     patches = 0 if task.drawn is None else round(task.drawn.high * task.times.high)
     if phase in model.generators:
         text = round(task.text.high) if patches else 0
-        return int(_slots_of_drawn(patches, text, model, phase))
+        return int(_generated_slots(patches, text, model, phase))
     length = task.text.high + images * (image + FRAME_TOKENS)
     length += FRAME_TOKENS if patches else 0
     if task.clip is not None:
