@@ -66,12 +66,12 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self.keep = keep
         self._handler = SealedHandler()
-        self._seconds = SAVE_SECONDS + int(expected_bytes / SLOW_BYTES_PER_SECOND)
-        self._writer = ocp.AsyncCheckpointer(self._handler, timeout_secs=self._seconds)
+        self._timeout = SAVE_SECONDS + int(expected_bytes / SLOW_BYTES_PER_SECOND)
+        self._writer = ocp.AsyncCheckpointer(self._handler, timeout_secs=self._timeout)
         # Read from disk only once: processes that look later may see different states of a network
         # file system.
-        self._taken = set(self.steps)
-        self._writing: int | None = None
+        self._known_steps = set(self.steps)
+        self._writing_step: int | None = None
         self._swept = False
 
     @property
@@ -82,19 +82,19 @@ class Checkpoints:
     @property
     def latest_step(self) -> int | None:
         """Step of the last checkpoint, which may still be written here; None in a new folder."""
-        return max(self._taken, default=None)
+        return max(self._known_steps, default=None)
 
     def save(self, step: int, state: Any, sound: bool = True) -> bool:
         """Begin to write `state`, a pytree of arrays, as checkpoint `step`; return False if that
         one exists already."""
-        if step in self._taken:
+        if step in self._known_steps:
             return False
         self.wait()
-        self._taken.add(step)
-        self._writing = step
+        self._known_steps.add(step)
+        self._writing_step = step
         hush_writers(True)
         self._handler.sound = sound  # read when this save is finalized; the next one waits for that
-        with self._explained():
+        with self._explain_errors():
             if _is_main():
                 self._sweep()
             # Empty fields are left out, as in checkpoints from before these fields existed
@@ -174,9 +174,9 @@ class Checkpoints:
     def wait(self) -> None:
         """Block until every save that was begun is complete on disk. Raises `CheckpointError` if
         one fails."""
-        with self._explained():
+        with self._explain_errors():
             self._writer.wait_until_finished()
-            self._writing = None
+            self._writing_step = None
             if _is_main():
                 self._prune()
         # Not after an error: its abandoned tasks are logged later, when they are garbage collected.
@@ -204,7 +204,7 @@ class Checkpoints:
             print(f"error: {late}")  # in addition to the error that ends the run, not in its place
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         """Turn any exception of the writer into a `CheckpointError` of one line: full disks and
         vanished folders raise many kinds."""
         try:
@@ -213,8 +213,8 @@ class Checkpoints:
         except CheckpointError:
             raise
         except Exception as error:
-            step = self._writing
-            self._writing = None
+            step = self._writing_step
+            self._writing_step = None
             complete = [saved for saved in self.steps if saved != step]
             latest = (
                 f"the latest complete one is {complete[-1]}"
@@ -224,7 +224,7 @@ class Checkpoints:
             # A timeout of waiting for the save; those of the disk itself have an errno.
             if isinstance(error, TimeoutError) and error.errno is None:
                 raise CheckpointError(
-                    f"checkpoint {step} was not complete in {self.directory} within {self._seconds} s; {latest}: see "
+                    f"checkpoint {step} was not complete in {self.directory} within {self._timeout} s; {latest}: see "
                     "what slows its disk or network down, then --resume"
                 ) from error
             raise CheckpointError(
@@ -256,7 +256,7 @@ class Checkpoints:
             shutil.rmtree(doomed)
 
     def _put_aside(self, step: int) -> None:
-        self._taken.discard(step)
+        self._known_steps.discard(step)
         if _is_main():
             aside = self.directory / f"{step}{DAMAGED}"
             shutil.rmtree(aside, ignore_errors=True)

@@ -100,23 +100,23 @@ def write_small_arrays_whole() -> None:
 def check_files(location: Path) -> None:
     """Raise `DamagedError` unless every file of a checkpoint is what was written. Processes share
     the work."""
-    if problem := agreed_problem(_damage(location, jax.process_index(), jax.process_count())):
+    if problem := agreed_problem(_first_damage(location, jax.process_index(), jax.process_count())):
         raise DamagedError(f"checkpoint {location} is damaged: {problem}")
 
 
 def is_sound(location: Path) -> bool | None:
     """Whether a checkpoint was saved as a sound one; None if its files do not say."""
     try:
-        return bool(_checksums(location)["sound"])
+        return bool(_read_checksums(location)["sound"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _damage(location: Path, start: int, step: int) -> str | None:
+def _first_damage(location: Path, start: int, step: int) -> str | None:
     """The first problem found in every `step`-th file from number `start` on; None if there is
     none."""
     try:
-        files = dict(_checksums(location)["files"])
+        files = dict(_read_checksums(location)["files"])
     except FileNotFoundError:
         return f"{CHECKSUMS_FILE} is missing"
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -141,7 +141,7 @@ def _file_damage(location: Path, name: str, expected: Sequence[int]) -> str | No
     return f"{name} does not hold what was written (checksum {checksum:08x}, not {expected[1]:08x})"
 
 
-def _checksums(location: Path) -> dict[str, Any]:
+def _read_checksums(location: Path) -> dict[str, Any]:
     content = json.loads((location / CHECKSUMS_FILE).read_text(encoding="utf-8"))
     return dict(content)
 
@@ -234,10 +234,10 @@ def hush_writers(on: bool) -> None:
     log: `quiet` covers only the time in which the main thread waits for them."""
     for name in ("absl", "asyncio"):
         logger = logging.getLogger(name)
-        (logger.addFilter if on else logger.removeFilter)(_below_error)
+        (logger.addFilter if on else logger.removeFilter)(_is_below_error)
 
 
-def _below_error(record: logging.LogRecord) -> bool:
+def _is_below_error(record: logging.LogRecord) -> bool:
     return record.levelno < logging.ERROR
 
 

@@ -62,7 +62,7 @@ def with_trained_components(
         return {path: spec for path, spec in specs.items() if path[:2] not in left_out}
 
     if unequal := list(differences(comparable(saved), comparable(array_specs(fields)))):
-        raise CheckpointError(_mismatch(location, unequal))
+        raise CheckpointError(_mismatch_text(location, unequal))
     return target, fresh, unused
 
 
@@ -81,7 +81,7 @@ def _spec_text(spec: ArraySpec | None) -> str:
     return "nothing" if spec is None else f"{spec[1]}{list(spec[0])}"
 
 
-def _mismatch(location: Path, unequal: list[str]) -> str:
+def _mismatch_text(location: Path, unequal: list[str]) -> str:
     difference = f"{len(unequal)} array{'s differ' if len(unequal) > 1 else ' differs'}"
     return (
         f"checkpoint {location} does not fit the model of this config ({difference}):\n{listed(unequal)}\n"

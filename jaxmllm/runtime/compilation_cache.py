@@ -49,7 +49,7 @@ def check_kept(config: Config) -> None:
     """Raise `ConfigError` unless the programs that this process compiles are kept on disk."""
     if reason := reason_against(config):
         raise ConfigError(f"compiled programs would not be kept: {reason}")
-    if not _kept_in():
+    if not _cache_folder():
         raise ConfigError(
             "compiled programs would not be kept: set run.compilation_cache to auto or a folder, and do not turn JAX's "
             "cache off (JAX_ENABLE_COMPILATION_CACHE)"
@@ -60,11 +60,11 @@ def describe(config: Config) -> str:
     """Line for the log that says where compiled programs are kept."""
     if reason := reason_against(config):
         return f"compiled programs: not kept: {reason}"
-    folder = _kept_in()
+    folder = _cache_folder()
     return f"compiled programs: {f'kept in {folder}' if folder else 'not kept'}"
 
 
-def _kept_in() -> str | None:
+def _cache_folder() -> str | None:
     """Folder of JAX's cache; None if it is off or has none."""
     enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     folder: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]

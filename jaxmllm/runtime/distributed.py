@@ -104,7 +104,7 @@ def initialize_distributed(
     if not any(environment.get(name) for name in (COORDINATOR, PROCESSES, PROCESS_ID)):
         return
     limits = limits or DistributedConfig()
-    address = _read(environment)
+    address = _read_address(environment)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX's own service handles only SIGTERM, with a C handler; runtime/signals.py agrees on a step
     # for every signal instead.
@@ -119,7 +119,7 @@ def stopped_code(environment: Mapping[str, str] = os.environ) -> int:
     """Exit code of a run that saved a checkpoint because a signal stopped it."""
     if not environment.get(STOPPED_CODE):
         return 0
-    code = _integer(environment, STOPPED_CODE, 0)
+    code = _read_integer(environment, STOPPED_CODE, 0)
     if code > 255:
         raise LaunchError(f"{STOPPED_CODE}={code} must be at most 255")
     return code
@@ -308,7 +308,7 @@ _coordinators: list[
 ] = []  # kept, because a coordinator ends when the pipe to it is closed
 
 
-def _read(environment: Mapping[str, str]) -> tuple[str, int, int, int] | None:
+def _read_address(environment: Mapping[str, str]) -> tuple[str, int, int, int] | None:
     """(host, port, processes, process id) from the environment; None for automatic detection."""
     address = environment.get(COORDINATOR, "")
     if address == AUTO:
@@ -327,8 +327,8 @@ def _read(environment: Mapping[str, str]) -> tuple[str, int, int, int] | None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise LaunchError(f"{COORDINATOR}={address!r} must be host:port, e.g. 10.0.0.1:1234")
-    processes = _integer(environment, PROCESSES, 1)
-    process_id = _integer(environment, PROCESS_ID, 0)
+    processes = _read_integer(environment, PROCESSES, 1)
+    process_id = _read_integer(environment, PROCESS_ID, 0)
     if process_id >= processes:
         raise LaunchError(
             f"{PROCESS_ID}={process_id} must be less than {PROCESSES}={processes}: ids count from 0"
@@ -336,7 +336,7 @@ def _read(environment: Mapping[str, str]) -> tuple[str, int, int, int] | None:
     return host.strip("[]"), int(port), processes, process_id
 
 
-def _integer(environment: Mapping[str, str], name: str, minimum: int) -> int:
+def _read_integer(environment: Mapping[str, str], name: str, minimum: int) -> int:
     text = environment[name]
     if not text.isdecimal() or int(text) < minimum:
         raise LaunchError(f"{name}={text!r} must be an integer of at least {minimum}")

@@ -66,7 +66,7 @@ class Hosts:
         process, the key and both values."""
         meeting = next(self._meetings)
         self.board.key_value_set(f"facts/{meeting}/{self.process}", json.dumps(dict(facts)))
-        late = self._late(f"has not told its {what}")
+        late = self._late_line(f"has not told its {what}")
         if self.process == 0:
             told = gather(self.board, f"facts/{meeting}", self.processes, self.start_timeout, late)
             lines = [
@@ -93,7 +93,7 @@ class Hosts:
         """Return the texts of all processes, by process number; waits and raises as `meet` does."""
         meeting = next(self._meetings)
         self.board.key_value_set(f"meet/{meeting}/{self.process}", text)
-        late = self._late(f"has not come to {what}")
+        late = self._late_line(f"has not come to {what}")
 
         def late_by_now(_: list[int]) -> str:
             # If none of the texts is missing, process 0 has not passed them on.
@@ -137,7 +137,7 @@ class Hosts:
         rest = f" and {len(keys) - SHOWN} more keys" if len(keys) > SHOWN else ""
         return f"{self.title(process)}: {', '.join(told)}{rest}"
 
-    def _late(self, what: str) -> Callable[[list[int]], str]:
+    def _late_line(self, what: str) -> Callable[[list[int]], str]:
         def line(missing: list[int]) -> str:
             titles = ", ".join(map(self.title, missing[:SHOWN]))
             rest = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
@@ -183,7 +183,7 @@ class Watchdog:
         self._exit = exit or self._end_process
         self._beats = 0
         self._last_beat = clock()
-        self._seen: dict[
+        self._signs: dict[
             int, tuple[str, float]
         ] = {}  # by watched process: its last sign of life, and when it was first seen
         self._closed = threading.Event()
@@ -229,9 +229,9 @@ class Watchdog:
         for process, line in sorted(ended.items()):
             if process != hosts.process:
                 return line
-        return self._silent() or (self._different_plan() if hosts.process == 0 else None)
+        return self._silence_line() or (self._plan_difference() if hosts.process == 0 else None)
 
-    def _silent(self) -> str | None:
+    def _silence_line(self) -> str | None:
         """Line about a watched process that has been silent for too long; None if none has."""
         hosts = self._hosts
         now = self._clock()
@@ -243,9 +243,9 @@ class Watchdog:
         )
         for process in watched:
             sign = signs.get(process, "")
-            if sign != self._seen.get(process, (None,))[0] or gap > OWN_GAP_BEATS * BEAT_SECONDS:
-                self._seen[process] = (sign, now)
-            elif now - self._seen[process][1] > hosts.peer_timeout:
+            if sign != self._signs.get(process, (None,))[0] or gap > OWN_GAP_BEATS * BEAT_SECONDS:
+                self._signs[process] = (sign, now)
+            elif now - self._signs[process][1] > hosts.peer_timeout:
                 line = (
                     f"{hosts.title(process)} has given no sign of life for {hosts.peer_timeout:.0f} s "
                     f"(distributed.peer_timeout): it is stopped, or its host or network is down"
@@ -254,7 +254,7 @@ class Watchdog:
                 return line
         return None
 
-    def _different_plan(self) -> str | None:
+    def _plan_difference(self) -> str | None:
         """Line about a process whose plan of a step differs from process 0's; None if none does.
 
         Plans that all processes have posted are deleted.

@@ -52,7 +52,7 @@ class Holder:
         """This process."""
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         return Holder(
-            _machine(), os.getpid(), _start_of(os.getpid()) or "", since, uuid.uuid4().hex
+            _machine_id(), os.getpid(), _start_time(os.getpid()) or "", since, uuid.uuid4().hex
         )
 
     def __str__(self) -> str:
@@ -78,12 +78,12 @@ class RunLock:
     ) -> None:
         self.path = folder / LOCK_FILE
         self._say = say
-        self._lost = lost or _end_process
-        self._beat = beat_seconds
+        self._on_loss = lost or _end_process
+        self._beat_seconds = beat_seconds
         self._silence = silence_seconds
         self._holder = Holder.here()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="run-lock", daemon=True)
+        self._thread = threading.Thread(target=self._keep_alive, name="run-lock", daemon=True)
 
     @property
     def token(self) -> str:
@@ -91,16 +91,16 @@ class RunLock:
         return self._holder.token
 
     def __enter__(self) -> RunLock:
-        while not self._take():
-            holder = self._read()
+        while not self._create_lock():
+            holder = self._read_holder()
             if holder is None:
                 continue  # it was released in between
-            if not self._dead(holder):
+            if not self._is_stale(holder):
                 raise CheckpointError(
                     f"{self.path.parent} is held by {holder}: a second run would write into the same files; stop that "
                     "one, or choose another run.directory"
                 )
-            self._remove(holder)
+            self._remove_stale(holder)
         self._thread.start()
         return self
 
@@ -112,11 +112,11 @@ class RunLock:
     ) -> None:
         self._closed.set()
         self._thread.join()
-        holder = self._read()
+        holder = self._read_holder()
         if holder is not None and holder.token == self._holder.token:
             self.path.unlink(missing_ok=True)
 
-    def _take(self) -> bool:
+    def _create_lock(self) -> bool:
         """Create the lock file with its whole content in one step, unless it exists."""
         draft = self.path.with_name(f"{LOCK_FILE}.{self._holder.token}")
         try:
@@ -140,7 +140,7 @@ class RunLock:
         finally:
             draft.unlink(missing_ok=True)
 
-    def _read(self) -> Holder | None:
+    def _read_holder(self) -> Holder | None:
         """Holder of the folder; None if there is none. A lock that cannot be parsed has an unknown
         holder elsewhere with its text as token, so that any change counts as a sign of life."""
         try:
@@ -156,10 +156,10 @@ class RunLock:
         except (ValueError, TypeError):
             return Holder("unknown", 0, "", "an unknown time", text)
 
-    def _dead(self, holder: Holder) -> bool:
+    def _is_stale(self, holder: Holder) -> bool:
         """Whether the lock of `holder` may be taken over; may wait for a sign of life."""
         if holder.host == self._holder.host:
-            if _start_of(holder.pid) != holder.process:
+            if _start_time(holder.pid) != holder.process:
                 return True
             if holder.folder in (0, self._holder.folder):
                 return False
@@ -170,11 +170,11 @@ class RunLock:
         deadline = time.monotonic() + self._silence
         while time.monotonic() < deadline:
             time.sleep(min(POLL_SECONDS, self._silence / 10))
-            if self._read() != holder:
-                return self._read() is None
+            if self._read_holder() != holder:
+                return self._read_holder() is None
         return True
 
-    def _remove(self, holder: Holder) -> None:
+    def _remove_stale(self, holder: Holder) -> None:
         """Remove a dead holder's lock, unless another process was faster and has renamed it."""
         aside = self.path.with_name(f"{LOCK_FILE}.{self._holder.token}")
         try:
@@ -188,14 +188,14 @@ class RunLock:
             aside.unlink()
             self._say(f"{self.path.parent}: the lock of {holder} was stale and is taken over")
 
-    def _keep(self) -> None:
+    def _keep_alive(self) -> None:
         """Write a beat every few seconds, until `__exit__` or the folder is lost."""
         missing = False
-        while not self._closed.wait(self._beat):
+        while not self._closed.wait(self._beat_seconds):
             try:
-                holder = self._read()
-                if holder is None and missing:  # a `_remove` may take it for a moment
-                    self._lost(
+                holder = self._read_holder()
+                if holder is None and missing:  # a `_remove_stale` may take it for a moment
+                    self._on_loss(
                         f"{self.path} was removed, or its folder, under the run that holds it"
                     )
                     return
@@ -203,7 +203,7 @@ class RunLock:
                 if holder is None:
                     continue  # a beat would create the folder again
                 if holder.token != self._holder.token:
-                    self._lost(
+                    self._on_loss(
                         f"{self.path.parent} was taken over by {holder} while this process stood still"
                     )
                     return
@@ -230,7 +230,7 @@ def _text(holder: Holder) -> str:
     return json.dumps(asdict(holder)) + "\n"
 
 
-def _machine() -> str:
+def _machine_id() -> str:
     try:
         numbers = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -242,7 +242,7 @@ def _machine() -> str:
     return f"{socket.gethostname()} {numbers} {boot}".strip()
 
 
-def _start_of(pid: int) -> str | None:
+def _start_time(pid: int) -> str | None:
     """Start time of a process, which tells it from others with the same number; None if there is no
     such process."""
     try:

@@ -75,7 +75,7 @@ class MetricsWriter:
         if self._is_main:
             for path in (self.path, self.directory / EXAMPLES_FILE):
                 if path.exists():
-                    _trim(path, step)
+                    _trim_records(path, step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Add one record; it is on disk when this returns."""
@@ -103,7 +103,7 @@ class MetricsWriter:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json atomically; values may be nested dicts and lists."""
         if self._is_main:
-            text = json.dumps(_json(summary), indent=2, allow_nan=False) + "\n"
+            text = json.dumps(_json_value(summary), indent=2, allow_nan=False) + "\n"
             write_atomically(self.directory / SUMMARY_FILE, text)
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class MetricsWriter:
 
     def _append(self, step: int, values: Mapping[str, Scalar]) -> None:
         if self._stream is None:
-            self._open()
+            self._open_files()
         assert self._stream is not None
         record = {
             "step": step,
@@ -146,7 +146,7 @@ class MetricsWriter:
         self._stream.write(json.dumps(record, allow_nan=False) + "\n")
         self._stream.flush()
 
-    def _open(self) -> None:
+    def _open_files(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         if self._tensorboard:
             self._sinks.append(TensorBoardSink(self.directory / "tensorboard", self._resumed_from))
@@ -182,20 +182,20 @@ class TensorBoardSink:
         self._event = Event
         directory.mkdir(parents=True, exist_ok=True)
         self._writer = EventsWriter(str(directory / "events"))
-        self._flushed = time.monotonic()
+        self._last_flush = time.monotonic()
         if resumed_from is not None:
-            self._add(resumed_from + 1, file_version="brain.Event:2")
-            self._add(resumed_from + 1, session_log=SessionLog(status=SessionLog.START))
+            self._add_event(resumed_from + 1, file_version="brain.Event:2")
+            self._add_event(resumed_from + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, values: Mapping[str, Scalar]) -> None:
         for name, value in values.items():
             if isinstance(value, int | float):
-                self._add(step, summary=self._scalar(name, float(value)))
-        if time.monotonic() - self._flushed >= FLUSH_SECONDS:  # a flush waits for the disk
+                self._add_event(step, summary=self._scalar(name, float(value)))
+        if time.monotonic() - self._last_flush >= FLUSH_SECONDS:  # a flush waits for the disk
             self._writer.flush()
-            self._flushed = time.monotonic()
+            self._last_flush = time.monotonic()
 
-    def _add(self, step: int, **content: Any) -> None:
+    def _add_event(self, step: int, **content: Any) -> None:
         self._writer.write_event(self._event(step=step, wall_time=time.time(), **content))
 
     def close(self) -> None:
@@ -235,7 +235,7 @@ def read_metrics(run_directory: str | Path) -> list[dict[str, Any]]:
     """All complete records of a run, in the order written; empty if nothing was written yet."""
     path = Path(run_directory) / METRICS_FILE
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [record for record in map(_parsed, lines) if record is not None]
+    return [record for record in map(_parsed_record, lines) if record is not None]
 
 
 def read_summary(run_directory: str | Path) -> dict[str, Any] | None:
@@ -247,14 +247,14 @@ def read_summary(run_directory: str | Path) -> dict[str, Any] | None:
     return summary if isinstance(summary, dict) else None
 
 
-def _trim(path: Path, step: int) -> None:
+def _trim_records(path: Path, step: int) -> None:
     """Keep only records up to `step` in a file of one per line, which may be larger than memory."""
 
     def kept_lines() -> Iterator[str]:
         damaged = 0
         with path.open(encoding="utf-8", errors="replace", newline="\n") as stream:
             for line in stream:
-                record = _parsed(line)
+                record = _parsed_record(line)
                 if record is not None and record["step"] <= step:
                     yield line.removesuffix("\n") + "\n"
                 damaged += record is None and line.endswith("\n") and bool(line.strip())
@@ -268,7 +268,7 @@ def _trim(path: Path, step: int) -> None:
     write_atomically(path, kept_lines())
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
+def _parsed_record(line: str) -> dict[str, Any] | None:
     """The record in a line; None if the line is not one, for instance because it was cut short."""
     try:
         record = json.loads(line)
@@ -289,9 +289,9 @@ def _finite(value: Scalar) -> Scalar:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _json(node: Any) -> Any:
+def _json_value(node: Any) -> Any:
     if isinstance(node, Mapping):
-        return {str(key): _json(value) for key, value in node.items()}
+        return {str(key): _json_value(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
-        return [_json(value) for value in node]
+        return [_json_value(value) for value in node]
     return _finite(_scalar(node))

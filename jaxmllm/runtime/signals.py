@@ -128,16 +128,16 @@ class StopSignals:
         if first_seconds is not None and now - first_seconds < SAME_REQUEST_SECONDS:
             return
         if first_seconds is not None:
-            self._end(
+            self._end_process(
                 received, f"stopped by a second signal, {received.name}: nothing more is saved"
             )
         elif not self._training:
-            self._end(
+            self._end_process(
                 received,
                 f"stopped by {received.name} before the first step: there is nothing to save",
             )
 
-    def _end(self, received: signal.Signals, line: str) -> None:
+    def _end_process(self, received: signal.Signals, line: str) -> None:
         """End the process from this thread, because the main thread may be busy anywhere."""
         os.write(2, f"{line}\n".encode())
         if self.tell is not None:
@@ -166,8 +166,8 @@ class Agreement:
         self._process = process
         self._processes = processes
         self._requested = requested
-        self._poll = poll_seconds
-        self._patience = patience_seconds
+        self._poll_seconds = poll_seconds
+        self._patience_seconds = patience_seconds
         self._lock = threading.Lock()
         self._calls = 0
         self._answered = False
@@ -187,7 +187,7 @@ class Agreement:
             if not self._answered:
                 return False
         if self._last_call is None:
-            self._last_call = max(self._answers()) + 1
+            self._last_call = max(self._gather_answers()) + 1
         return self._calls >= self._last_call
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class Agreement:
         self._answer()
 
     def _watch(self) -> None:
-        while not self._closed.wait(self._poll):
+        while not self._closed.wait(self._poll_seconds):
             if self._requested():
                 self._board.key_value_set(f"{self._prefix}/notice/{self._process}", "")
             if self._board.key_value_dir_get(f"{self._prefix}/notice/"):
@@ -210,8 +210,8 @@ class Agreement:
                 self._board.key_value_set(f"{self._prefix}/calls/{self._process}", str(self._calls))
                 self._answered = True
 
-    def _answers(self) -> list[int]:
-        deadline = time.monotonic() + self._patience
+    def _gather_answers(self) -> list[int]:
+        deadline = time.monotonic() + self._patience_seconds
         while True:
             answers = self._board.key_value_dir_get(f"{self._prefix}/calls/")
             if len(answers) == self._processes:
@@ -220,6 +220,6 @@ class Agreement:
                 answered = sorted(int(key.rpartition("/")[2]) for key, _ in answers)
                 raise HostsError(
                     f"asked to stop, but only processes {answered} of {self._processes} answered within "
-                    f"{self._patience:.0f} s; the last complete checkpoint is the one to resume from"
+                    f"{self._patience_seconds:.0f} s; the last complete checkpoint is the one to resume from"
                 )
-            time.sleep(min(self._poll, 0.1))
+            time.sleep(min(self._poll_seconds, 0.1))

@@ -32,23 +32,23 @@ class Completions:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._asked: queue.SimpleQueue[tuple[Any, Future[float]] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Any, Future[float]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name="step-completions", daemon=True)
         self._thread.start()
 
     def of(self, arrays: Any) -> Future[float]:
         """Future of the time at which all arrays of a tree are ready or have failed."""
         completed: Future[float] = Future()
-        self._asked.put((arrays, completed))
+        self._requests.put((arrays, completed))
         return completed
 
     def close(self) -> None:
         """End the thread; arrays that never become ready are given up."""
-        self._asked.put(None)
+        self._requests.put(None)
         self._thread.join(JOIN_SECONDS)
 
     def _watch(self) -> None:
-        while (asked := self._asked.get()) is not None:
+        while (asked := self._requests.get()) is not None:
             arrays, completed = asked
             with contextlib.suppress(
                 Exception
@@ -61,14 +61,14 @@ class StepTimes:
     """Computes the seconds of each step from the times at which steps began and were completed."""
 
     def __init__(self) -> None:
-        self._previous: float | None = None
+        self._last_completed: float | None = None
 
     def seconds(self, began: float, completed: float) -> float:
         """Seconds of the next step, whose programs began at `began` and ended at `completed`."""
-        start = began if self._previous is None else self._previous
-        self._previous = completed
+        start = began if self._last_completed is None else self._last_completed
+        self._last_completed = completed
         return max(completed - start, 1e-9)
 
     def pause(self) -> None:
         """Note that something other than the next step follows the last completed one."""
-        self._previous = None
+        self._last_completed = None
