@@ -149,7 +149,7 @@ class DiffusionConfig(Layered):
                 "text alone; leave it out, or set conditioning: cross"
             )
         if self.conditioning == "cross":
-            self._check_apart()
+            self._check_cross_keys()
         if self.streams == 2 and self.modulation == "shared":
             raise ValueError(
                 "modulation (shared): with streams: 2 layers have weights of their own for patches and for conditions; "
@@ -161,7 +161,7 @@ class DiffusionConfig(Layered):
             )
         return self
 
-    def _check_apart(self) -> None:
+    def _check_cross_keys(self) -> None:
         for key in ("rope_origin", "condition_positions"):
             value = getattr(self, key)
             if value != type(self).model_fields[key].default:

@@ -47,7 +47,7 @@ def reference() -> str:
 def _part(section: type[BaseModel], paths: list[str]) -> str:
     description = _description(section)
     title = ", ".join(f"`{path}`" for path in paths)
-    return f"\n## {title}\n\n{description}\n\n{_table(section, description)}"
+    return f"\n## {title}\n\n{description}\n\n{_key_table(section, description)}"
 
 
 def _paths(section: type[BaseModel], prefix: str = "") -> dict[type[BaseModel], list[str]]:
@@ -72,16 +72,16 @@ def _description(section: type[BaseModel]) -> str:
     return "\n\n".join(inspect.cleandoc(base.__doc__) for base in with_fields if base.__doc__)
 
 
-def _table(section: type[BaseModel], description: str) -> str:
-    comments = _comments(section)
+def _key_table(section: type[BaseModel], description: str) -> str:
+    comments = _field_comments(section)
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, field in section.model_fields.items():
         default = field.get_default(call_default_factory=True)
-        value = "*required*" if field.is_required() else f"`{_yaml(default)}`"
+        value = "*required*" if field.is_required() else f"`{_yaml_text(default)}`"
         key = f"`{field.alias or name}`"
         cells = (
             key,
-            _type(field.annotation, field.metadata),
+            _type_words(field.annotation, field.metadata),
             value,
             comments.get(name) or ("*above*" if key in description else ""),
         )
@@ -89,7 +89,7 @@ def _table(section: type[BaseModel], description: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _comments(section: type[BaseModel]) -> dict[str, str]:
+def _field_comments(section: type[BaseModel]) -> dict[str, str]:
     """The comments above and after each field, by its name.
 
     A class that declares a field again without a comment keeps the inherited one.
@@ -120,40 +120,40 @@ def _comments(section: type[BaseModel]) -> dict[str, str]:
     return comments
 
 
-def _type(annotation: Any, constraints: Iterable[Any] = (), many: bool = False) -> str:
+def _type_words(annotation: Any, constraints: Iterable[Any] = (), many: bool = False) -> str:
     """A type in words, in the plural if `many`."""
-    *choices, last_choice = _choices(annotation, constraints, many)
+    *choices, last_choice = _type_choices(annotation, constraints, many)
     return f"{', '.join(choices)} or {last_choice}" if choices else last_choice
 
 
-def _choices(annotation: Any, constraints: Iterable[Any], many: bool) -> list[str]:
+def _type_choices(annotation: Any, constraints: Iterable[Any], many: bool) -> list[str]:
     origin = get_origin(annotation)
     arguments = get_args(annotation)
     if origin is Annotated:
         inner, *outer = arguments
         nested = [item for info in outer for item in getattr(info, "metadata", [info])]
-        return _choices(inner, nested, many)
+        return _type_choices(inner, nested, many)
     if origin is Literal:
-        return [f"`{_yaml(value)}`" for value in arguments]
+        return [f"`{_yaml_text(value)}`" for value in arguments]
     if origin in (Union, types.UnionType):
-        return [choice for item in arguments for choice in _choices(item, constraints, many)]
+        return [choice for item in arguments for choice in _type_choices(item, constraints, many)]
     if annotation is type(None):
         return ["`null`"]
     if annotation is bool:
         return ["`true`", "`false`"]
-    return [_one(annotation, constraints, many)]
+    return [_single_type(annotation, constraints, many)]
 
 
-def _one(annotation: Any, constraints: Iterable[Any], many: bool) -> str:
+def _single_type(annotation: Any, constraints: Iterable[Any], many: bool) -> str:
     origin = get_origin(annotation)
     arguments = get_args(annotation)
     if origin is dict:
         key, value = arguments
-        return f"mapping of {_type(key, many=True)} to {_type(value, many=True)}"
+        return f"mapping of {_type_words(key, many=True)} to {_type_words(value, many=True)}"
     if origin is list or (origin is tuple and arguments[-1] is ...):
-        return f"list{'s' * many} of {_type(arguments[0], many=True)}"
+        return f"list{'s' * many} of {_type_words(arguments[0], many=True)}"
     if origin is tuple:
-        entries = [_type(argument, many=len(set(arguments)) == 1) for argument in arguments]
+        entries = [_type_words(argument, many=len(set(arguments)) == 1) for argument in arguments]
         return (
             f"list of {len(entries)} {entries[0]}"
             if len(set(entries)) == 1
@@ -162,7 +162,7 @@ def _one(annotation: Any, constraints: Iterable[Any], many: bool) -> str:
     if annotation not in WORDS:
         return "section" + "s" * many
     bounds = " and ".join(
-        f"{sign} {_bound(getattr(item, attribute))}"
+        f"{sign} {_bound_text(getattr(item, attribute))}"
         for item in constraints
         for kind, (attribute, sign) in BOUNDS.items()
         if isinstance(item, kind)
@@ -170,18 +170,18 @@ def _one(annotation: Any, constraints: Iterable[Any], many: bool) -> str:
     return f"{WORDS[annotation]}{'s' * many} {bounds}".rstrip()
 
 
-def _bound(bound: float) -> str:
+def _bound_text(bound: float) -> str:
     if isinstance(bound, int) and bound >= POWER_FROM:
         return f"2^{bound.bit_length() - 1}"
     return f"{bound:g}" if isinstance(bound, float) else str(bound)
 
 
-def _yaml(value: Any) -> str:
+def _yaml_text(value: Any) -> str:
     """A default as it would be written in a YAML file, on one line."""
     if isinstance(value, str) and value.isidentifier():
         return value
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_yaml, value))}]"
+        return f"[{', '.join(map(_yaml_text, value))}]"
     return json.dumps({} if isinstance(value, BaseModel) else value)
 
 

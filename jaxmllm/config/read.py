@@ -48,7 +48,7 @@ def load_config(
             f"config file {path} must hold a mapping of sections, not {type(tree).__name__}"
         )
     for override in overrides:
-        _apply(tree, override)
+        _apply_override(tree, override)
     return parse_config(complete(tree) if complete else tree, where=str(path))
 
 
@@ -88,8 +88,8 @@ def dotted_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from dotted_values(child, f"{prefix}.{name}" if prefix else str(name))
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
-    where = f"override {_shortened(override)}"
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    where = f"override {_short_text(override)}"
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"{where} is not of the form dotted.key=value")
@@ -120,7 +120,7 @@ def _explain(error: ValidationError, where: str) -> str:
         location = item["loc"]
         key = ".".join(map(str, location))
         if item["type"] == "extra_forbidden":
-            problems[f"unknown key {key!r}; {_hint(location)}"] = None
+            problems[f"unknown key {key!r}; {_key_hint(location)}"] = None
         elif item["type"] == "missing":
             problems[f"missing key {key!r}"] = None
         elif item["type"] == "value_error":
@@ -131,7 +131,7 @@ def _explain(error: ValidationError, where: str) -> str:
             steps = [str(step) for step in location]
             key = ".".join(step for step in steps if not step.startswith(BRANCHES))
             valid = item["msg"].removeprefix("Input should be ")
-            valid_values.setdefault((key, _shortened(item["input"])), []).append(valid)
+            valid_values.setdefault((key, _short_text(item["input"])), []).append(valid)
     for (key, value), branches in valid_values.items():
         # pydantic speaks of JSON, but the file is YAML.
         valid = " or ".join(branches).replace("array", "list").replace("an object", "a mapping")
@@ -139,7 +139,7 @@ def _explain(error: ValidationError, where: str) -> str:
     return f"{where}: " + "; ".join(problems)
 
 
-def _hint(location: Sequence[Any]) -> str:
+def _key_hint(location: Sequence[Any]) -> str:
     """Hint at the valid key nearest to an unknown one, or else at all keys that are valid there."""
     *parents, name = location
     valid = _fields_at(Config, parents)
@@ -150,7 +150,7 @@ def _hint(location: Sequence[Any]) -> str:
     return f"did you mean {nearest!r}?"
 
 
-def _shortened(value: Any) -> str:
+def _short_text(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
 

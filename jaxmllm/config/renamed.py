@@ -21,12 +21,12 @@ REPLACED = {  # full old key -> what to do
 def renamed_keys(tree: dict[str, Any]) -> list[str]:
     """For each former key in a config's tree, a line that says what to write instead."""
     return [
-        f"{old!r} is now called {new!r}" for old, new in RENAMED.items() if _holds(tree, old)
-    ] + [f"{old!r} is gone: {advice}" for old, advice in REPLACED.items() if _holds(tree, old)]
+        f"{old!r} is now called {new!r}" for old, new in RENAMED.items() if _has_key(tree, old)
+    ] + [f"{old!r} is gone: {advice}" for old, advice in REPLACED.items() if _has_key(tree, old)]
 
 
-def _holds(tree: Any, key: str) -> bool:
+def _has_key(tree: Any, key: str) -> bool:
     name, _, subkey = key.partition(".")
     if not isinstance(tree, dict) or name not in tree:
         return False
-    return not subkey or _holds(tree[name], subkey)
+    return not subkey or _has_key(tree[name], subkey)

@@ -57,10 +57,10 @@ def read_text(text: str) -> Any:
         root = loader.get_single_node()
         if root is None:
             return None
-        _check(root)
+        _check_nodes(root)
         return loader.construct_document(root)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise YamlError(f"is not valid YAML: {_problem(error)}") from error
+        raise YamlError(f"is not valid YAML: {_problem_words(error)}") from error
 
 
 def write_text(value: Any) -> str:
@@ -80,14 +80,14 @@ class _Dumper(yaml.SafeDumper):
     """Quotes text that `_Loader` would read as a number."""
 
 
-_SURPRISING = re.compile(r"[-+]?(0[0-7_]+$|.*:)")
+_NOT_DECIMAL = re.compile(r"[-+]?(0[0-7_]+$|.*:)")
 # YAML 1.1 requires a point and a sign in numbers like 3e-4 and 1e5; people, and YAML 1.2, do not.
-_SCIENTIFIC = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
+_EXPONENT_NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
 for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("+-.0123456789"))
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT_NUMBER, list("+-.0123456789"))
 
 
-def _check(root: yaml.Node) -> None:
+def _check_nodes(root: yaml.Node) -> None:
     """Raise `yaml.MarkedYAMLError` for anything that the module's docstring rules out, before
     values are constructed from the nodes."""
     sizes: dict[int, int] = {}  # values in a node, by its id: an alias is the same node again
@@ -128,7 +128,7 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
         raise _error(node, "half of a surrogate pair is no text")
     if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_NUMBER:
         raise _error(node, f"a number of {len(node.value)} characters is too long")
-    if node.tag.endswith((":int", ":float")) and _SURPRISING.match(node.value):
+    if node.tag.endswith((":int", ":float")) and _NOT_DECIMAL.match(node.value):
         raise _error(
             node,
             f"YAML reads {node.value} as an octal number, or one to base 60; write it in decimal, or quote text",
@@ -140,7 +140,7 @@ def _error(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
-def _problem(error: Exception) -> str:
+def _problem_words(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
         return f"{error.problem} (line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1})"
     if isinstance(error, RecursionError):

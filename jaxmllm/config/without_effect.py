@@ -28,14 +28,14 @@ SECTIONS = {
 def keys_without_effect(config: Config) -> dict[str, list[str]]:
     """Keys that are set but have no effect, by the reason."""
     keys: dict[str, list[str]] = {}
-    for reason, path, of_section in _unread(config):
+    for reason, path, of_section in _ineffective_keys(config):
         said = [f"{path}.{key}" for key in _set_keys(config, path) if key in of_section]
         if said:
             keys.setdefault(reason, []).extend(said)
     return keys
 
 
-def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+def _ineffective_keys(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """(reason, path of a section, keys of it that have no effect) triples."""
     for component, paths in SECTIONS.items():
         if component not in config.model.phases:
@@ -48,8 +48,8 @@ def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     if config.pipeline.stages == 1:
         yield "pipeline.stages is 1", "pipeline", _all_keys(config, "pipeline")
     else:
-        yield from _of_stages(config)
-    yield from _of_frozen_components(config)
+        yield from _ineffective_in_stages(config)
+    yield from _ineffective_where_frozen(config)
     vision = config.model.vision
     # The same rule as in `alignment` (setup/row_shapes.py)
     if vision is not None and vision.window is not None and config.phases.vision.block % 64 == 0:
@@ -77,7 +77,7 @@ def _unread(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         yield reason, "profile", ("steps",)
 
 
-def _of_stages(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+def _ineffective_in_stages(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     pipeline = config.pipeline
     for phase in config.model.phases:
         if getattr(config.phases, phase).capacities == "auto" and pipeline.microbatches != "auto":
@@ -90,7 +90,7 @@ def _of_stages(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         yield "there is no encoder", "pipeline", ("deferral", *idle)
 
 
-def _of_frozen_components(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+def _ineffective_where_frozen(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     model = config.model
     components = config.components
     adapted = model.adapters.by_component
@@ -111,19 +111,19 @@ def _of_frozen_components(config: Config) -> Iterator[tuple[str, str, tuple[str,
 
 
 def _all_keys(config: Config, path: str) -> tuple[str, ...]:
-    return tuple(type(_section(config, path)).model_fields)
+    return tuple(type(_section_at(config, path)).model_fields)
 
 
 def _set_keys(config: Config, path: str) -> list[str]:
     """Keys of a section whose values are not the defaults."""
-    section = _section(config, path)
+    section = _section_at(config, path)
     fields = type(section).model_fields
     return [
         key for key, value in section if value != fields[key].get_default(call_default_factory=True)
     ]
 
 
-def _section(config: Config, path: str) -> Section:
+def _section_at(config: Config, path: str) -> Section:
     """The section at a dotted path, in which numbers are indices of lists."""
 
     def child(node: Any, name: str) -> Any:
