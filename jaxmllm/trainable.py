@@ -72,8 +72,8 @@ class Trainable:
 
     def split(self, params: Params) -> tuple[Params, Params]:
         """Split parameters of all or some components into (trained, frozen), without overlap."""
-        trained = _chosen(params, lambda path: path in self.paths)
-        frozen = _chosen(params, lambda path: path not in self.paths)
+        trained = _selected_params(params, lambda path: path in self.paths)
+        frozen = _selected_params(params, lambda path: path not in self.paths)
         return trained, frozen
 
 
@@ -93,13 +93,13 @@ def leaves_by_path(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield path, value
 
 
-def _chosen(tree: Params, wanted: Callable[[str], bool], prefix: str = "") -> Params:
+def _selected_params(tree: Params, wanted: Callable[[str], bool], prefix: str = "") -> Params:
     """The parameters whose paths are wanted, without dicts that would be empty."""
     chosen: Params = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict):
-            if inside := _chosen(value, wanted, f"{path}."):
+            if inside := _selected_params(value, wanted, f"{path}."):
                 chosen[key] = inside
         elif wanted(path):
             chosen[key] = value
