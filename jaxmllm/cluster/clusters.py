@@ -95,14 +95,14 @@ class Cluster(Section):
         # Imported here because hardware.py imports jax
         from jaxmllm.runtime.hardware import table_flops
 
-        known, usual = (table_flops(self.device_kind, name) for name in (dtype, "bfloat16"))
+        flops, bfloat16 = (table_flops(self.device_kind, name) for name in (dtype, "bfloat16"))
         if self.peak_flops is not None:
-            return self.peak_flops * (known / usual if known and usual else 1)
-        if known is None:
+            return self.peak_flops * (flops / bfloat16 if flops and bfloat16 else 1)
+        if flops is None:
             raise ClusterError(
                 f"cluster {self.name}: no peak for {dtype} on {self.device_kind or 'it'}; give peak_flops"
             )
-        return known
+        return flops
 
 
 # ---------------------------------------------------------------------------- records
@@ -280,9 +280,9 @@ def _resolve(name_or_file: str, readers: tuple[Path, ...]) -> Cluster:
         return _read_cluster(Path(name_or_file), readers)
     if name_or_file not in CLUSTERS:
         matches = difflib.get_close_matches(name_or_file, CLUSTERS, 1)
-        meant = f"; did you mean {matches[0]}?" if matches else "."
+        suggestion = f"; did you mean {matches[0]}?" if matches else "."
         raise ClusterError(
-            f"there is no cluster {name_or_file!r}{meant} Clusters: {', '.join(CLUSTERS)}, or a .yaml file"
+            f"there is no cluster {name_or_file!r}{suggestion} Clusters: {', '.join(CLUSTERS)}, or a .yaml file"
         )
     return CLUSTERS[name_or_file]
 

@@ -80,8 +80,8 @@ def fitted(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
     start = np.array([0.0, 0.0, 0.0, TICKS])
     solution = least_squares(residuals, start, bounds=(lower, upper)).x
     fitted_cluster = changed_by(solution)
-    missed = float(np.abs(residuals(solution)[: len(steps)]).max()) * SPREAD
-    uncertainty = min(cluster.efficiency.uncertainty, max(CALIBRATED, missed))
+    largest_error = float(np.abs(residuals(solution)[: len(steps)]).max()) * SPREAD
+    uncertainty = min(cluster.efficiency.uncertainty, max(CALIBRATED, largest_error))
     efficiency = fitted_cluster.efficiency.model_copy(update={"uncertainty": uncertainty})
     source = f"fitted to {len(steps)} measured steps; {cluster.source}"
     return fitted_cluster.model_copy(update={"efficiency": efficiency, "source": source})

@@ -70,12 +70,12 @@ def program_bytes(job: Job) -> ProgramBytes:
     are not counted, because they are not passed."""
     import jax
 
-    closed = jax.make_jaxpr(job.function)(*job.arguments)
-    used = {id(variable) for equation in closed.jaxpr.eqns for variable in equation.invars}
-    used |= {id(variable) for variable in closed.jaxpr.outvars}
+    traced = jax.make_jaxpr(job.function)(*job.arguments)
+    used = {id(variable) for equation in traced.jaxpr.eqns for variable in equation.invars}
+    used |= {id(variable) for variable in traced.jaxpr.outvars}
     read = [
         leaf
-        for leaf, variable in zip(jax.tree.leaves(job.arguments), closed.jaxpr.invars, strict=True)
+        for leaf, variable in zip(jax.tree.leaves(job.arguments), traced.jaxpr.invars, strict=True)
         if id(variable) in used
     ]
     return ProgramBytes(

@@ -141,21 +141,21 @@ class Mixture:
         numbers = self._matrix_numbers
         read = self.itemsize
         added = 2 * WIDE
-        once = blocks * numbers * read + pairs * self.width * (read + added)
-        back = blocks * numbers * (read + trained * added)
-        back += pairs * self.width * (2 * read + added)
-        return forward * once + backward * back
+        forward_bytes = blocks * numbers * read + pairs * self.width * (read + added)
+        backward_bytes = blocks * numbers * (read + trained * added)
+        backward_bytes += pairs * self.width * (2 * read + added)
+        return forward * forward_bytes + backward * backward_bytes
 
     def held_forward(self) -> float:
         """Bytes that a layer holds forward: tokens received from other devices, and their sums."""
-        came = self.itemsize * bool(self.token_axes)
-        return self.all_tokens * (self.width * (came + WIDE) + self.per_token * PAIRED * WIDE)
+        received = self.itemsize * bool(self.token_axes)
+        return self.all_tokens * (self.width * (received + WIDE) + self.per_token * PAIRED * WIDE)
 
     def held_backward(self, trained: bool) -> float:
         """Bytes that a layer holds backward: received tokens and gradients, gradients of tokens,
         the input of the router, and gradients of the device's own matrices."""
-        came = 2 * self.itemsize * bool(self.token_axes)
-        tokens = self.all_tokens * (self.width * (came + WIDE) + self.per_token * PAIRED * WIDE)
+        received = 2 * self.itemsize * bool(self.token_axes)
+        tokens = self.all_tokens * (self.width * (received + WIDE) + self.per_token * PAIRED * WIDE)
         routed = self.tokens * self.width * WIDE
         return tokens + routed + trained * WIDE * self.held * self._matrix_numbers
 

@@ -244,8 +244,8 @@ class PhaseProgram:
     def in_stages(self, stages: int) -> int:
         """Bytes that a pipeline takes, before there is a schedule: its largest operation, what a
         chunk keeps, both in its box and outside of it, and the inputs of microbatches in flight."""
-        under_way = IN_FLIGHT * stages * self.slots * self.width
-        return round(max(self.staged().values()) + 2 * self.kept / stages + under_way)
+        in_flight = IN_FLIGHT * stages * self.slots * self.width
+        return round(max(self.staged().values()) + 2 * self.kept / stages + in_flight)
 
     @property
     def stays(self) -> bool:

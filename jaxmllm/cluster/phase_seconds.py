@@ -145,11 +145,11 @@ class PhaseSeconds:
         backward = names.backward_kept if kept else names.backward
         # Kept residuals, or kept features of a tower that is frozen below a projector, replace the
         # forward pass
-        once_more = 0 if kept or features else 1
-        made_again = {} if features else again | {"stem_again": 1}
+        forward_again = 0 if kept or features else 1
+        shares_again = {} if features else again | {"stem_again": 1}
         return [
             (names.forward, Passes(1, 0)),
-            (backward, Passes(once_more, 1, **made_again)),
+            (backward, Passes(forward_again, 1, **shares_again)),
         ]
 
     def _decoder_calls(self, kept: bool, again: Mapping[str, Any]) -> list[tuple[str, Passes]]:
@@ -157,8 +157,8 @@ class PhaseSeconds:
         again with the backward pass where nothing of that was kept."""
         names = self.functions
         # Where no gradient passes through the decoder, its forward pass is all that runs.
-        returns = self.whole.linear > self.forward[0]
-        passes = Passes(0 if kept else 1, 1, **again) if returns else Passes(1, 0)
+        has_backward = self.whole.linear > self.forward[0]
+        passes = Passes(0 if kept else 1, 1, **again) if has_backward else Passes(1, 0)
         calls = [
             (names.forward, Passes(1, 0, head=False)),
             (
@@ -166,7 +166,7 @@ class PhaseSeconds:
                 passes._replace(head=bool(names.evaluate)),
             ),
         ]
-        return [(name, of_call) for name, of_call in calls if name]
+        return [(name, call_passes) for name, call_passes in calls if name]
 
     def _call(
         self,
@@ -190,11 +190,11 @@ class PhaseSeconds:
         slots = capacity / row_parts
         # FLOPs of a slot, forward and backward; the latter are 0 where nothing has a gradient.
         linear, *per_square = self.forward
-        of_backward = self.whole.linear - linear
+        backward_linear = self.whole.linear - linear
         if not passes.head:  # the head's share of FLOPs is the same backward as forward
-            of_backward -= of_backward / linear * self.head
+            backward_linear -= backward_linear / linear * self.head
             linear -= self.head
-        products = passes.forward * linear + passes.backward * of_backward
+        products = passes.forward * linear + passes.backward * backward_linear
         # From residuals of the layers, the head alone runs forward.
         if passes.head and not passes.forward:
             products += self.head
@@ -202,9 +202,9 @@ class PhaseSeconds:
         products += passes.backward * AGAIN * self.of_experts
         products += passes.stem_again * self.stem
         if self.drawing is not None:  # conditions run forward again in any case
-            of_all = products + passes.backward * (1 - passes.linear_again) * self.again
+            all_products = products + passes.backward * (1 - passes.linear_again) * self.again
             of_conditions = self.drawing.flops_of_conditions(self.again)
-            products += beside * of_conditions / linear * of_all
+            products += beside * of_conditions / linear * all_products
         products *= slots / inner
         pairs = self._attention_flops(per_square, squares, passes) / row_parts / inner
         width = self.shapes.width / inner
@@ -216,8 +216,8 @@ class PhaseSeconds:
         if self.drawing is not None:
             forward = passes.forward + passes.linear_again
             of_row = slots, self.spec.max_segments, beside
-            moved = self.drawing.modulation(*of_row, forward, passes.backward)
-            seconds += moved / (device.wide_peak * device.efficiency)
+            modulation_flops = self.drawing.modulation(*of_row, forward, passes.backward)
+            seconds += modulation_flops / (device.wide_peak * device.efficiency)
         seconds += device.memory_seconds(self._traffic(slots, inner, capacity, span, passes))
         inside, weights = self._split_sends(function, capacity, span)
         return Microbatch(seconds, products + pairs, inside, weights)
@@ -261,12 +261,12 @@ class PhaseSeconds:
         passes: Passes,
     ) -> float:
         """FLOPs of attention, whose backward pass computes the scores again."""
-        once = sum(per * square for per, square in zip(per_square, squares, strict=True))
+        forward = sum(per * square for per, square in zip(per_square, squares, strict=True))
         with_backward = sum(
             per * square for per, square in zip(self.whole.per_square, squares, strict=True)
         )
-        returned = (with_backward - once) * FLASH_BACKWARD / BACKWARD
-        return (passes.forward + passes.attention_again) * once + passes.backward * returned
+        backward = (with_backward - forward) * FLASH_BACKWARD / BACKWARD
+        return (passes.forward + passes.attention_again) * forward + passes.backward * backward
 
     def _row_mixture(self, slots: float, span: int) -> Mixture:
         """The experts of a layer, for rows of so many slots on a device."""
@@ -281,28 +281,28 @@ class PhaseSeconds:
         if self.mixture is not None:  # blocks of experts store nothing
             mlp_widths = 0
         stored = stored_bytes(self.shapes.width, mlp_widths, inner)
-        often = passes.forward + BACKWARD * passes.backward + passes.linear_again
-        of_vectors = 0.0
+        runs = passes.forward + BACKWARD * passes.backward + passes.linear_again
+        vector_bytes = 0.0
         if self.drawing is not None:
             stored += self.drawing.stored(inner)
-            of_vectors = passes.backward * self.drawing.stored_backward
-        stored = stored * often + of_vectors
+            vector_bytes = passes.backward * self.drawing.stored_backward
+        stored = stored * runs + vector_bytes
         activations = slots / stride * stored * self.shapes.layers * self.device.rates.traffic
         if self.planes:  # written and read
-            often = passes.forward + passes.stem_again + BACKWARD * bool(passes.stem_again)
-            activations += 2 * slots * self.planes * self.component.dtype.itemsize * often
-        copied = summed = 0.0
+            runs = passes.forward + passes.stem_again + BACKWARD * bool(passes.stem_again)
+            activations += 2 * slots * self.planes * self.component.dtype.itemsize * runs
+        copy_bytes = gradient_bytes = 0.0
         if passes.backward:
-            copied = KEPT_COPIES * self._kept(capacity, span)
+            copy_bytes = KEPT_COPIES * self._kept(capacity, span)
             names = self.programs.functions.trainable_of(self.phase)
             shards = device_bytes([self.programs.trained[name] for name in names]) / OWN_BYTES
-            summed = shards * ACCUMULATED_BYTES
+            gradient_bytes = shards * ACCUMULATED_BYTES
         blocks = 0.0
         if self.mixture is not None:
             mixture = self._row_mixture(slots, span)
             trained = self.phase in self.programs.functions.trainable_of(self.phase)
             blocks = mixture.block_traffic(passes.forward, passes.backward, trained)
-        return activations + copied + summed + self.shapes.layers * blocks
+        return activations + copy_bytes + gradient_bytes + self.shapes.layers * blocks
 
 
 class ForwardFlops(NamedTuple):

@@ -87,13 +87,13 @@ def simulate(programs: Programs, plan: StepPlan, items: BatchItems, device: Devi
     part_seconds = {**worked.parts, "update": update}
     step = sum(part_seconds.values())
     part_seconds["straggling"] = device.straggled(step, devices) - step
-    could = (step + part_seconds["straggling"]) * device.logged_peak
+    attainable_flops = (step + part_seconds["straggling"]) * device.logged_peak
     return StepTime(
         parts=part_seconds,
         low=device.straggled(worked.low + update, devices),
         high=device.straggled(worked.high + update, devices),
-        mfu=real_flops(programs, items) / devices / could,
-        hfu=worked.flops / could,
+        mfu=real_flops(programs, items) / devices / attainable_flops,
+        hfu=worked.flops / attainable_flops,
     )
 
 

@@ -118,18 +118,18 @@ def _run(
         seconds = np.array([0.0, *(network.seconds([send]) for send in sends)])
         sent += seconds[run.wire_active[:, wire]]
     config = programs.sizes.training.config
-    besides = len(ticks) * seconds_besides(config, programs.functions.model, device)
+    overhead = len(ticks) * seconds_besides(config, programs.functions.model, device)
     part_seconds |= {
         "bubble": float((ticks - busy.mean(axis=1)).sum()),
         "sends": float(sent.sum()),
-        "ticks": besides,
+        "ticks": overhead,
     }
     least_together = np.vectorize(device.least_together, otypes=[float])
     return Worked(
         part_seconds,
         low=float(least_together(_slowest(device, least_together(layers, weights)), sent).sum())
-        + besides,
-        high=float((_slowest(device, layers + weights) + sent).sum()) + besides,
+        + overhead,
+        high=float((_slowest(device, layers + weights) + sent).sum()) + overhead,
         flops=float(flops.mean(axis=1).sum()),
     )
 
@@ -296,18 +296,18 @@ class _Operations:
         mixture = self._row_mixture(row_class)
         mlp_widths = self.shapes.mlp_matrices * self.shapes.mlp_width if mixture is None else 0
         stored = stored_bytes(self.shapes.width, mlp_widths, self.inner)
-        of_vectors = 0.0
+        vector_bytes = 0.0
         if self.drawing is not None:
             stored += self.drawing.stored(self.inner)
-            of_vectors = self.drawing.stored_backward
-        once = tokens * stored * self.device.rates.traffic
-        backward = once + tokens * of_vectors * self.device.rates.traffic
+            vector_bytes = self.drawing.stored_backward
+        moved = tokens * stored * self.device.rates.traffic
+        backward = moved + tokens * vector_bytes * self.device.rates.traffic
         summed = [
             leaf.size / leaf.stacked / leaf.split / devices_along(self.layout, leaf.gathered)
             for leaf in self.leaves[self.phase]
             if leaf.layer and self._is_trained(self.phase, leaf)
         ]
-        part_bytes = np.array([once, backward, once + ACCUMULATED_BYTES * sum(summed), once])
+        part_bytes = np.array([moved, backward, moved + ACCUMULATED_BYTES * sum(summed), moved])
         if mixture is not None:
             # Gradients of matrices are computed with those of tokens; blocks do not run again
             trained = bool(summed)
@@ -340,8 +340,8 @@ class _Operations:
         devices = devices_along(self.layout, leaf.gathered)
         if part != WEIGHT:
             return Send(GATHER, leaf.gathered, devices, self.itemsize * numbers, 1)
-        often = int(self._is_trained(component, leaf))
-        return Send(SCATTER, leaf.gathered, devices, SUM_BYTES * numbers, often)
+        times = int(self._is_trained(component, leaf))
+        return Send(SCATTER, leaf.gathered, devices, SUM_BYTES * numbers, times)
 
     def _layer_sends(self, part: int, row_class: RowClass) -> list[Send]:
         """Collectives that a layer waits for: keys and values of the other parts of a row, sums
@@ -413,15 +413,15 @@ def once_seconds(
     sums = []
     for component, tree in model.abstract(param_dtype).items():
         layout = model.layout(component)
-        often = int(component in trained)
+        times = int(component in trained)
         for leaf in leaves(tree, model.components[component]):
             replicas = leaf.replicas
             copies = devices_along(layout, leaf.replicas)
             held = leaf.size / leaf.split / devices_along(layout, leaf.gathered)
             if leaf.layer:
-                sums.append(Send(ALL_REDUCE, replicas, copies, SUM_BYTES * held / stages, often))
+                sums.append(Send(ALL_REDUCE, replicas, copies, SUM_BYTES * held / stages, times))
             else:
                 axes = (STAGE, *replicas)
                 gathers.append(Send(GATHER, (STAGE,), stages, number_bytes * held, 1))
-                sums.append(Send(ALL_REDUCE, axes, stages * copies, SUM_BYTES * held, often))
+                sums.append(Send(ALL_REDUCE, axes, stages * copies, SUM_BYTES * held, times))
     return network.seconds(gathers) + network.seconds(sums)

@@ -105,9 +105,9 @@ class TextRun:
         known = {field.name for field in fields(cls)}
         values = {key: value for key, value in record.items() if key in known}
         # By default each head has keys of its own
-        usual: dict[str, Any] = {"kv_heads": record.get("heads"), "interleave": 1}
+        defaults: dict[str, Any] = {"kv_heads": record.get("heads"), "interleave": 1}
         try:
-            return cls(**usual | values)
+            return cls(**defaults | values)
         except TypeError as error:
             raise TextRunError(str(error).removeprefix("TextRun.__init__() ")) from error
 

@@ -56,11 +56,11 @@ def with_gather_price(config: Config, device: Device) -> Config:
         or device.cluster.shared_cores
     ):
         return config
-    usual = CLUSTERS["h100"]
+    reference = CLUSTERS["h100"]
     price = (
         flops_per_byte("gpu")
         * (device.peak * device.efficiency / device.cluster.in_node.bytes_per_second)
-        / (usual.peak() * usual.efficiency.share / usual.in_node.bytes_per_second)
+        / (reference.peak() * reference.efficiency.share / reference.in_node.bytes_per_second)
     )
     priced = balance.model_copy(update={"flops_per_gathered_byte": float(f"{price:.3g}")})
     return config.model_copy(update={"balance": priced})

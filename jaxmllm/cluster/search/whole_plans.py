@@ -181,8 +181,8 @@ class WholePlans:
         spec = planned.spec
         sampled = planned.sampled
         phases = config.model.two_passes
-        nothing = with_kept(config, dict.fromkeys(phases, 0))
-        programs = phased_programs(nothing, model, sampled.formats, spec, sampled.sources)
+        nothing_kept = with_kept(config, dict.fromkeys(phases, 0))
+        programs = phased_programs(nothing_kept, model, sampled.formats, spec, sampled.sources)
         room = self._request.budget - programs_peak(programs, microbatches=used).bytes
         room *= KEPT_SHARE
         microbatches = {}
