@@ -160,12 +160,12 @@ class Module:
             if instruction.collective:
                 continue  # an asynchronous one may name a computation that holds it once more
             inner = self._trips(instruction, computation)
-            often = 1 if inner is None else inner
+            inner_trips = 1 if inner is None else inner
             known = exact and inner is not None
             for name in instruction.called:
                 if name not in self.computations:
                     raise HloError(f"{instruction.name} calls {name}, which is not there")
-                yield from self._executions(name, trips * often, known)
+                yield from self._executions(name, trips * inner_trips, known)
 
     def _trips(self, instruction: Instruction, computation: str) -> int | None:
         """How often an instruction runs what it calls; none where the data decide."""
@@ -183,21 +183,21 @@ class Module:
         body = BODY.search(loop.attributes)
         if not condition or not body:
             return None
-        ends = self._root_instruction(condition[1])
+        comparison = self._root_instruction(condition[1])
         returned = self._root_instruction(body[1])
-        if ends.opcode != "compare" or "direction=LT" not in ends.attributes:
+        if comparison.opcode != "compare" or "direction=LT" not in comparison.attributes:
             return None
         # The counter is an element of the tuple that the loop carries: `position` finds its first
         # value in the loop's operand, and its next value in what the body returns.
-        counter, limit = (self._definition(name, condition[1]) for name in ends.operands)
+        counter, limit = (self._definition(name, condition[1]) for name in comparison.operands)
         end = _constant_value(limit)
         if counter is None or counter.index is None or end is None or returned.opcode != "tuple":
             return None
         position = counter.index
-        begun = self._definition(loop.operands[0], computation)
-        if begun is None or begun.opcode != "tuple":
+        initial = self._definition(loop.operands[0], computation)
+        if initial is None or initial.opcode != "tuple":
             return None
-        begin = _constant_value(self._definition(begun.operands[position], computation))
+        begin = _constant_value(self._definition(initial.operands[position], computation))
         step = self._definition(returned.operands[position], body[1])
         if begin is None or step is None or step.opcode != "add":
             return None

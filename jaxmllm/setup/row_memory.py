@@ -164,10 +164,10 @@ def _gradient_bytes(config: Config, model: MLLM, trained: Params) -> int:
         return _device_bytes(config, trained, least=4)
     param_dtype = config.run.param_dtype
     sums = model.gradient_sums(trained, jnp.promote_types(param_dtype, jnp.float32))
-    beside = [0]
+    layer_bytes = [0]
     for phase, record in model.phases.items():
         components = model.by_device(phase).components
-        beside.append(0)
+        layer_bytes.append(0)
         for name in sums.keys() & set(record.components):
             component = components[name]
             axes = jax.tree.leaves(component.axes_of(trained[name]))
@@ -175,8 +175,8 @@ def _gradient_bytes(config: Config, model: MLLM, trained: Params) -> int:
                 if component.defers(names):
                     _, *shape = leaf.sharding.shard_shape(leaf.shape)
                     numbers = math.prod(shape[1:] if names.stacked else shape)
-                    beside[-1] += numbers * component.whole_dtype(names, param_dtype).itemsize
-    return _device_bytes(config, sums) + max(beside)
+                    layer_bytes[-1] += numbers * component.whole_dtype(names, param_dtype).itemsize
+    return _device_bytes(config, sums) + max(layer_bytes)
 
 
 def _device_bytes(config: Config, tree: object, least: int = 0) -> int:

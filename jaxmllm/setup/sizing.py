@@ -149,8 +149,8 @@ def sizing_inputs(
     times = measured_times(config, model, flops)
     shapes = resolved_shapes(config, model)
     platform = platform_of(model.layout(LANGUAGE).mesh)
-    chosen = config.balance.flops_per_gathered_byte
-    per_byte = flops_per_byte(platform) if chosen == "auto" else chosen
+    configured = config.balance.flops_per_gathered_byte
+    per_byte = flops_per_byte(platform) if configured == "auto" else configured
     return [
         SizingInputs(
             phase=phase,
