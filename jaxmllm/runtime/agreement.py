@@ -15,5 +15,5 @@ def agreed_problem(problem: str | None) -> str | None:
 
 def agreed_numbers(numbers: Sequence[int]) -> list[int]:
     """The main process's numbers, on all processes. All processes call it."""
-    told = hosts.tell_all(json.dumps([int(value) for value in numbers]))
-    return [int(value) for value in json.loads(told[0])]
+    answers = hosts.tell_all(json.dumps([int(value) for value in numbers]))
+    return [int(value) for value in json.loads(answers[0])]

@@ -215,7 +215,7 @@ class Checkpoints:
         except Exception as error:
             step = self._writing_step
             self._writing_step = None
-            complete = [saved for saved in self.steps if saved != step]
+            complete = [saved_step for saved_step in self.steps if saved_step != step]
             latest = (
                 f"the latest complete one is {complete[-1]}"
                 if complete
