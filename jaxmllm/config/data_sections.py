@@ -179,14 +179,14 @@ class VideoDataConfig(Section):
             raise ValueError(
                 f"min_frames ({self.min_frames}) is more than max_frames ({self.max_frames})"
             )
-        usual = VideoDataConfig.model_fields
+        defaults = VideoDataConfig.model_fields
         for key in ("sampling", "min_frames"):
-            if self.fps is None and getattr(self, key) != usual[key].default:
+            if self.fps is None and getattr(self, key) != defaults[key].default:
                 raise ValueError(
                     f"{key} ({getattr(self, key)}): without fps all frames are taken; set fps, or leave it out"
                 )
         if self.times == "text" and self.positions_per_second != (
-            usual["positions_per_second"].default
+            defaults["positions_per_second"].default
         ):
             raise ValueError(
                 f"positions_per_second ({self.positions_per_second:g}): with times (text), groups of frames have the "

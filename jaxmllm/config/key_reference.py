@@ -115,8 +115,8 @@ def _field_comments(section: type[BaseModel]) -> dict[str, str]:
             while first_line - 1 in comment_lines:
                 first_line -= 1
             lines = range(first_line, (node.end_lineno or first_line) + 1)
-            if said := [words[line].string.lstrip("# ") for line in lines if line in words]:
-                comments[node.target.id] = " ".join(said)
+            if texts := [words[line].string.lstrip("# ") for line in lines if line in words]:
+                comments[node.target.id] = " ".join(texts)
     return comments
 
 

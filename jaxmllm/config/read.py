@@ -125,8 +125,8 @@ def _explain(error: ValidationError, where: str) -> str:
             problems[f"missing key {key!r}"] = None
         elif item["type"] == "value_error":
             # Errors of checks of the whole config (no key here) name their keys themselves.
-            said = f"{key}: " if key else ""
-            problems[said + item["msg"].removeprefix("Value error, ")] = None
+            prefix = f"{key}: " if key else ""
+            problems[prefix + item["msg"].removeprefix("Value error, ")] = None
         else:
             steps = [str(step) for step in location]
             key = ".".join(step for step in steps if not step.startswith(BRANCHES))

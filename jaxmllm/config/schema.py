@@ -201,10 +201,10 @@ class Config(Section):
     def _check_staged_balance(self) -> None:
         """Refuse keys that a pipeline does not use: its stages have microbatches of their own
         (docs/pipelines.md), and no exchange."""
-        usual = BalanceConfig()
+        defaults = BalanceConfig()
         for key in ("mode", "pool_slots", "pair_slots", "exchange"):
             value = getattr(self.balance, key)
-            if self.pipeline.stages > 1 and value != getattr(usual, key):
+            if self.pipeline.stages > 1 and value != getattr(defaults, key):
                 raise ValueError(
                     f"balance.{key} ({value}): with pipeline.stages ({self.pipeline.stages}), media run where their "
                     "texts are read, in microbatches that are balanced in all phases; leave it out"

@@ -29,9 +29,9 @@ def keys_without_effect(config: Config) -> dict[str, list[str]]:
     """Keys that are set but have no effect, by the reason."""
     keys: dict[str, list[str]] = {}
     for reason, path, of_section in _ineffective_keys(config):
-        said = [f"{path}.{key}" for key in _set_keys(config, path) if key in of_section]
-        if said:
-            keys.setdefault(reason, []).extend(said)
+        unused = [f"{path}.{key}" for key in _set_keys(config, path) if key in of_section]
+        if unused:
+            keys.setdefault(reason, []).extend(unused)
     return keys
 
 
