@@ -50,8 +50,8 @@ class Count:
     @property
     def price(self) -> float | None:
         """Price of `STEPS` steps; None without a layout, or a price in the cluster's record."""
-        of_hour = None if self.planner is None else self.planner.cluster.price_per_hour
-        return None if of_hour is None or self.device_hours is None else of_hour * self.device_hours
+        hourly = None if self.planner is None else self.planner.cluster.price_per_hour
+        return None if hourly is None or self.device_hours is None else hourly * self.device_hours
 
 
 def count_up(devices: Sequence[int], planner_of: Callable[[int], Planner]) -> list[Count]:

@@ -51,12 +51,12 @@ def make_planner(
       ClusterError: the cluster has no peak.
     """
     config = with_nodes(config, cluster, devices)
-    said = config.logging.peak_flops
+    logged_peak = config.logging.peak_flops
     device = Device(
         cluster,
         cluster.efficiency.share,
         dtype=_product_dtype(config),
-        said_peak=None if said == "auto" else said,
+        said_peak=None if logged_peak == "auto" else logged_peak,
     )
     if priced:
         config = with_gather_price(config, device)

@@ -329,7 +329,7 @@ class PreparedRun:
     def _gradients_by_key(self, gradients: Mapping[str, Any]) -> Iterator[tuple[str, NDArray[Any]]]:
         """Yield gradients of all components as (key, tensor). A tensor that joins several
         parameters follows when all of its parts are filled in."""
-        begun: dict[str, tuple[NDArray[Any], int]] = {}  # tensors, and how many parts they have
+        partial: dict[str, tuple[NDArray[Any], int]] = {}  # tensors, and how many parts they have
         for component, path, leaf in (
             (component, *of_path)
             for component, of_component in gradients.items()
@@ -340,13 +340,13 @@ class PreparedRun:
             values = np.asarray(jax.device_get(leaf))
             for key, slices, index in line.pieces(shape, full_index(shape)):
                 empty = np.empty(line.tensor_shape(shape), values.dtype)
-                tensor, pieces_seen = begun.pop(key, (empty, 0))
+                tensor, pieces_seen = partial.pop(key, (empty, 0))
                 view = line.view(tensor, shape, index)
                 view[...] = values[slices].reshape(view.shape)
                 if pieces_seen + 1 == line.parts:
                     yield key, tensor
                 else:
-                    begun[key] = tensor, pieces_seen + 1
+                    partial[key] = tensor, pieces_seen + 1
 
 
 def _read_media(
@@ -447,14 +447,14 @@ def differences(
         tokens = max([tokens, *expected["logits"].shape[1:2]])  # masked tokens may follow
         shape = (len(run.texts.slots), tokens, vocabulary)
         valid = expected.setdefault("valid", np.ones(shape[:2], bool)).astype(bool)
-        for name, due_shape in {"logits": shape, "valid": shape[:2], "loss": ()}.items():
+        for name, expected_shape in {"logits": shape, "valid": shape[:2], "loss": ()}.items():
             if name in expected:
-                _check_numbers(reference, name, expected[name], due_shape)
+                _check_numbers(reference, name, expected[name], expected_shape)
         largest = 0.0
         for text, logits in run.logits():
             slots = run.texts.slots[text]
-            off = np.abs(logits - expected["logits"][text, slots])[valid[text, slots]]
-            largest = float(np.maximum(largest, off.max(initial=0.0)))  # max() would drop NaN
+            deviation = np.abs(logits - expected["logits"][text, slots])[valid[text, slots]]
+            largest = float(np.maximum(largest, deviation.max(initial=0.0)))  # max() would drop NaN
         report["logits"] = largest
         if "loss" in expected:
             report["loss_difference"] = abs(loss - float(expected["loss"]))

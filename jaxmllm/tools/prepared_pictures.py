@@ -231,8 +231,8 @@ def _colors(path: Path, name: str, pixels: NDArray[Any], vision: VisionConfig) -
         raise ConfigError(
             f"{path}: {name} must be [patches, {frames * vision.patch_features}] (got {list(pixels.shape)})"
         )
-    apart = pixels.reshape(-1, 3, frames, size, size).transpose(2, 0, 3, 4, 1)
-    return _levels(path, name, apart, vision).swapaxes(0, 1).reshape(len(pixels), -1)
+    by_frame = pixels.reshape(-1, 3, frames, size, size).transpose(2, 0, 3, 4, 1)
+    return _levels(path, name, by_frame, vision).swapaxes(0, 1).reshape(len(pixels), -1)
 
 
 def _levels(path: Path, name: str, frames: NDArray[Any], vision: VisionConfig) -> NDArray[np.uint8]:

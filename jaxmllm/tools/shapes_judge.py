@@ -70,10 +70,10 @@ def look_at_clip(frames: Sequence[NDArray[np.uint8]]) -> dict[str, str | None]:
     start = figures[0]
     end = figures[-1]
     if start is not None and end is not None:
-        way = np.subtract(_centroid(end[1]), _centroid(start[1]))
-        along = {name: float(way @ np.array(step)) for name, step in MOTIONS.items()}
-        best = max(along, key=lambda name: along[name])
-        motion = best if along[best] >= LEAST_WAY else None
+        displacement = np.subtract(_centroid(end[1]), _centroid(start[1]))
+        distances = {name: float(displacement @ np.array(step)) for name, step in MOTIONS.items()}
+        best = max(distances, key=lambda name: distances[name])
+        motion = best if distances[best] >= LEAST_WAY else None
     return {
         "colour": colours.most_common(1)[0][0],
         "shape": shapes.most_common(1)[0][0],

@@ -280,13 +280,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--save needs --step: the last step's tables are {SCHEDULE_FILE} already")
     if kind in ("table", "generated") and (options.save or options.step is not None):
         parser.error("--save and --step belong to --config or --run")
-    of_generated = {name for name in GENERATED if getattr(options, name) is not None}
-    if kind != "generated" and of_generated:
+    generated_options = {name for name in GENERATED if getattr(options, name) is not None}
+    if kind != "generated" and generated_options:
         parser.error(
-            f"{', '.join(f'--{name}' for name in GENERATED if name in of_generated)}: only with --generated"
+            f"{', '.join(f'--{name}' for name in GENERATED if name in generated_options)}: only with --generated"
         )
     for name, value in GENERATED.items():
-        if name not in of_generated:
+        if name not in generated_options:
             setattr(options, name, value)
     try:
         timeline = kinds[kind](options)

@@ -126,12 +126,12 @@ class Task:
     @property
     def phases(self) -> set[str]:
         """Phases that run the media of its examples."""
-        has = {
+        is_run = {
             "vision": self.images[1] > 0,
             "audio": self.clip is not None,
             "diffusion": self.drawn is not None,
         }
-        return {phase for phase, is_there in has.items() if is_there}
+        return {phase for phase, is_there in is_run.items() if is_there}
 
 
 TASKS: Final[Mapping[str, Task]] = {
