@@ -121,12 +121,11 @@ class Corpus:
     @cached_property
     def members(self) -> tuple[tuple[str, float, Longs], ...]:
         """(name, weight, example numbers) of each configured source."""
-        return tuple(
-            (index.name, weight, np.arange(start, start + len(index)))
-            for index, weight, start in zip(
-                self.indexes, self.weights, self._starts[:-1].tolist(), strict=True
-            )
-        )
+        members = []
+        first_examples = self._starts[:-1].tolist()
+        for index, weight, first in zip(self.indexes, self.weights, first_examples, strict=True):
+            members.append((index.name, weight, np.arange(first, first + len(index))))
+        return tuple(members)
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
@@ -286,12 +285,12 @@ class Corpus:
 
     @cached_property
     def _label(self) -> Ints:
-        label_index = {label: n for n, label in enumerate(self.sources)}
-        tables = [
-            np.array([label_index[label] for label in index.labels], np.int32)[index.label]
-            for index in self.indexes
-        ]
-        return np.concatenate([np.zeros(0, np.int32), *tables])
+        label_numbers = {label: n for n, label in enumerate(self.sources)}
+        example_labels = [np.zeros(0, np.int32)]
+        for index in self.indexes:
+            numbers = np.array([label_numbers[label] for label in index.labels], np.int32)
+            example_labels.append(numbers[index.label])
+        return np.concatenate(example_labels)
 
     @cached_property
     def _shapes(self) -> Ints:
@@ -302,12 +301,10 @@ class Corpus:
     def _columns(self) -> dict[str, Longs]:
         """Example and item columns of all indexes, end to end; item_start counts through all."""
         none = np.zeros(0, np.int64)
-        columns = {
-            name: np.concatenate([none, *(getattr(index, name) for index in self.indexes)]).astype(
-                np.int64
-            )
-            for name in _COLUMNS
-        }
+        columns = {}
+        for name in _COLUMNS:
+            of_indexes = [getattr(index, name) for index in self.indexes]
+            columns[name] = np.concatenate([none, *of_indexes]).astype(np.int64)
         columns["item_count"] = np.concatenate(
             [none, *(np.diff(index.item_start) for index in self.indexes)]
         )

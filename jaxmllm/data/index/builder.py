@@ -298,14 +298,14 @@ class _IndexBuilder:
             (item.shape.frames, item.shape.rate) if isinstance(item.shape, ClipShape) else (0, 0.0)
             for item in measured
         ]
+        shapes = [item.shape or (-1, -1, -1) for item in measured]
+        stamps = [item.stamp for item in measured]
         return MediaTable(
             address=tuple(key.address for key in self.media),
             part=tuple(key.part for key in self.media),
             phase=np.array([self.phases.index(key.phase) for key in self.media], np.int8),
-            stamp=np.array([item.stamp for item in measured], np.int64).reshape(-1, 2),
-            shape=np.array([item.shape or (-1, -1, -1) for item in measured], np.int32).reshape(
-                -1, 3
-            ),
+            stamp=np.array(stamps, np.int64).reshape(-1, 2),
+            shape=np.array(shapes, np.int32).reshape(-1, 3),
             frames=np.array([frames for frames, _ in clocks], np.int32),
             rate=np.array([rate for _, rate in clocks], np.float64),
             failure={row: item.failure for row, item in enumerate(measured) if item.shape is None},

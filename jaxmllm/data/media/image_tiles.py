@@ -7,6 +7,7 @@ pixels (h, w) --canvas--> rows x columns of tiles; if several, the whole image i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,10 +38,8 @@ class ClassedTiles(Images):
         min_tiles, max_tiles = self.tiles
         sides = range(1, max_tiles + 1)
         grids = [(rows, columns) for columns in sides for rows in sides]
-        return sorted(
-            (grid for grid in grids if min_tiles <= grid[0] * grid[1] <= max_tiles),
-            key=lambda grid: grid[0] * grid[1],
-        )
+        allowed = [grid for grid in grids if min_tiles <= math.prod(grid) <= max_tiles]
+        return sorted(allowed, key=math.prod)
 
     def canvas(self, height: int, width: int) -> tuple[int, int]:
         """(rows, columns) of tiles for an image: the canvas of the nearest aspect ratio. Of several

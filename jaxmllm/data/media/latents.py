@@ -210,9 +210,11 @@ def _read_safetensors_header(file: Stream, media: MediaReference) -> _ArrayLocat
     try:
         header = json.loads(file.read(length))
         tensors = [entry for key, entry in header.items() if key != "__metadata__"]
-        named = [
-            (str(t["dtype"]), [int(n) for n in t["shape"]], t["data_offsets"]) for t in tensors
-        ]
+        described = []
+        for tensor in tensors:
+            name = str(tensor["dtype"])
+            shape = [int(size) for size in tensor["shape"]]
+            described.append((name, shape, tensor["data_offsets"]))
     except (
         ValueError,
         OverflowError,
@@ -222,12 +224,12 @@ def _read_safetensors_header(file: Stream, media: MediaReference) -> _ArrayLocat
         AttributeError,
     ) as error:
         raise _broken_header_error(media, f"{type(error).__name__}: {error}") from error
-    if len(named) != 1:
+    if len(described) != 1:
         raise MediaError(
             "unsupported_latents",
-            f"{media} holds {len(named)} tensors; a file of latents holds one",
+            f"{media} holds {len(described)} tensors; a file of latents holds one",
         )
-    name, shape, offsets = named[0]
+    name, shape, offsets = described[0]
     if name not in TENSOR_TYPES:
         raise MediaError(
             "unsupported_latents",

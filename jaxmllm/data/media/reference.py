@@ -224,8 +224,11 @@ def open_file(path: Path) -> io.FileIO:
 
 def _natural_sort_key(name: str) -> tuple[tuple[int, str], ...]:
     """Sort key of a name, by its words and numbers: frame 10 comes after frame 9."""
-    pieces = re.split("([0-9]+)", name)
-    return tuple((int(piece), piece) if i % 2 else (0, piece) for i, piece in enumerate(pieces))
+    key = []
+    for i, piece in enumerate(re.split("([0-9]+)", name)):
+        is_number = i % 2 == 1  # words and numbers take turns, and a word, maybe empty, is first
+        key.append((int(piece) if is_number else 0, piece))
+    return tuple(key)
 
 
 def size_of(stream: Stream) -> int:

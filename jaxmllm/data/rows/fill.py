@@ -163,31 +163,38 @@ class StepFiller:
             step=step,
             examples=np.asarray(examples, np.int64),
             targets=items.targets,
-            # Linear in slots and conditions, so the count can be taken of sums over all items
-            patches=sum(
-                cast(Generated, modality).patch_count(
-                    int(items.phases[phase].real.sum()), int(items.phases[phase].tokens.sum())
-                )
-                for phase, modality in corpus.modalities.items()
-                if modality.generated
-            ),
+            patches=self._patch_total(items),
             capacities={phase: _plain(plan.phases[phase].capacity) for phase in phases},
             spans={phase: _plain(plan.phases[phase].span) for phase in phases},
             pools={phase: _plain(plan.phases[phase].pool) for phase in phases},
             pool_offsets={phase: _plain(plan.phases[phase].pool_offset) for phase in phases},
             rows=rows,
-            rounds={
-                phase: [
-                    route_tables(round_, route, self.local.exchange[phase])
-                    for round_ in plan.routes[phase].rounds
-                ]
-                for phase, route in self.spec.routes.items()
-            },
+            rounds=self._local_route_tables(plan),
             failures=tuple(failures),
             statistics=dict(plan.statistics),
             digest=plan.digest(examples),
             runs=plan.runs,
         )
+
+    def _patch_total(self, items: BatchItems) -> int:
+        """Patches to draw in the whole batch."""
+        total = 0
+        for phase, modality in self.corpus.modalities.items():
+            if modality.generated:
+                # Linear in slots and conditions, so the count can be taken of sums over all items
+                slots = int(items.phases[phase].real.sum())
+                conditions = int(items.phases[phase].tokens.sum())
+                total += cast(Generated, modality).patch_count(slots, conditions)
+        return total
+
+    def _local_route_tables(self, plan: StepPlan) -> dict[str, list[RouteTables]]:
+        """The tables of every round for the local exchange ranks, by phase."""
+        tables = {}
+        for phase, route in self.spec.routes.items():
+            ranks = self.local.exchange[phase]
+            rounds = plan.routes[phase].rounds
+            tables[phase] = [route_tables(round_, route, ranks) for round_ in rounds]
+        return tables
 
     def _media_rows(
         self, step: int, batch: Batch, plan: StepPlan
@@ -199,12 +206,11 @@ class StepFiller:
             of_phase = batch, phase, plan.phases[phase], self.local.phases[phase], self.attention
             if modality.generated:
                 assert self.draws is not None, f"nothing says what is random of {phase}"
+                max_segments = self.spec.phases[phase].max_segments
+                draws = StepDraws(self.draws, step, batch.examples, self.corpus.id)
+                route = plan.routes[phase] if plan.runs else None
                 rows[phase], messages = generator_rows(
-                    *of_phase,
-                    self.spec.phases[phase].max_segments,
-                    StepDraws(self.draws, step, batch.examples, self.corpus.id),
-                    self.threads,
-                    plan.routes[phase] if plan.runs else None,
+                    *of_phase, max_segments, draws, self.threads, route
                 )
             else:
                 rows[phase], messages = encoder_rows(*of_phase, self.threads)

@@ -197,14 +197,9 @@ def _check_private_characters(conversation: Conversation) -> None:
     if len(conversation.media) > MOST:
         raise ConversationError("media_unclear", f"holds more than {MOST} media")
     texts: list[Any] = [conversation.tools]
-    texts += [
-        [
-            turn.reasoning,
-            [part.text for part in turn.parts if not isinstance(part, MediaPart)],
-            [_calls(turn, str), turn.tool, turn.call],
-        ]
-        for turn in conversation.turns
-    ]
+    for turn in conversation.turns:
+        part_texts = [part.text for part in turn.parts if not isinstance(part, MediaPart)]
+        texts.append([turn.reasoning, part_texts, _calls(turn, str), turn.tool, turn.call])
     if match := _PRIVATE_CHARACTER.search(json.dumps(texts, ensure_ascii=False)):
         raise ConversationError(
             "private_characters",

@@ -232,10 +232,10 @@ def reasoning_fields(reasoning: str) -> Message:
 
 
 def _literal_texts(tree: nodes.Template) -> list[str]:
+    plain_texts = [node.data for node in tree.find_all(nodes.TemplateData)]
     constants = (node.value for node in tree.find_all(nodes.Const))
-    return [node.data for node in tree.find_all(nodes.TemplateData)] + [
-        value for value in constants if isinstance(value, str)
-    ]
+    strings = [value for value in constants if isinstance(value, str)]
+    return plain_texts + strings
 
 
 def _variable_names(tree: nodes.Template) -> frozenset[str]:

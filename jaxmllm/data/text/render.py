@@ -145,15 +145,15 @@ def _conversation_pieces(conversation: Conversation, tokenizer: TemplateTokenize
     turn = conversation.turns[0]
     if turn.role != DOCUMENT:
         return written_pieces(conversation, tokenizer.template, tokenizer.control)
-    media = itertools.count()
-    return [
-        *(Piece(i) for i in tokenizer.document_begin),
-        *(
-            Piece(part.text, True) if isinstance(part, TextPart) else Piece("", media=next(media))
-            for part in turn.parts
-        ),
-        Piece(tokenizer.layout.turn_end, learned=True),
-    ]
+    media_numbers = itertools.count()
+    pieces = [Piece(token) for token in tokenizer.document_begin]
+    for part in turn.parts:
+        if isinstance(part, TextPart):
+            pieces.append(Piece(part.text, learned=True))
+        else:
+            pieces.append(Piece("", media=next(media_numbers)))
+    pieces.append(Piece(tokenizer.layout.turn_end, learned=True))
+    return pieces
 
 
 def _render_pieces(
