@@ -316,9 +316,11 @@ def _read_cluster(path: Path, readers: tuple[Path, ...]) -> Cluster:
 
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """`base` with the keys of `changes` replaced, in nested mappings one by one."""
-    return base | {
-        key: _merge(base[key], value)
-        if isinstance(value, dict) and isinstance(base.get(key), dict)
-        else value
-        for key, value in changes.items()
-    }
+    merged = dict(base)
+    for key, value in changes.items():
+        replaced = base.get(key)
+        if isinstance(value, dict) and isinstance(replaced, dict):
+            merged[key] = _merge(replaced, value)
+        else:
+            merged[key] = value
+    return merged

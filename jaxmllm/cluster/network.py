@@ -31,16 +31,16 @@ class Network:
 
     def seconds(self, sends: Iterable[Send]) -> float:
         """Seconds of all sends, one after another."""
-        return sum(
-            send.times
-            * collective_seconds(
-                self._device.cluster,
-                send.operation,
-                send.array_bytes,
-                Group(send.devices, min(self._strides[axis] for axis in send.axes)),
-                self._device.rates.network,
-                self._device.sharing,
-            )
-            for send in sends
-            if send.devices > 1
+        return sum(self._send_seconds(send) for send in sends if send.devices > 1)
+
+    def _send_seconds(self, send: Send) -> float:
+        stride = min(self._strides[axis] for axis in send.axes)
+        once = collective_seconds(
+            self._device.cluster,
+            send.operation,
+            send.array_bytes,
+            Group(send.devices, stride),
+            self._device.rates.network,
+            self._device.sharing,
         )
+        return send.times * once

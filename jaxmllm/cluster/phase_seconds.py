@@ -68,8 +68,9 @@ class Worked:
     def plus(self, other: Worked) -> Worked:
         """The work of both, one after the other."""
         names = dict.fromkeys([*self.parts, *other.parts])
+        parts = {name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in names}
         return Worked(
-            {name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in names},
+            parts,
             self.low + other.low,
             self.high + other.high,
             self.flops + other.flops,
@@ -318,11 +319,14 @@ class ForwardFlops(NamedTuple):
 @lru_cache(maxsize=64)  # layouts of a search share their model
 def _forward_flops(model: ModelConfig, vocab_size: int, phase: str) -> ForwardFlops:
     layers = phase_layers(with_vocabulary(model, vocab_size), phase)
-    kinds = zip(*(layer.attention_squares for layer in layers), strict=True)
+    layer_products = [sum(layer.products) for layer in layers]
+    layer_squares = [layer.attention_squares for layer in layers]
+    squares_by_kind = zip(*layer_squares, strict=True)
+    attending = [layer for layer in layers if any(layer.attention_squares)]
     return ForwardFlops(
-        linear=float(sum(sum(layer.products) for layer in layers)),
-        squares=tuple(float(sum(kind)) for kind in kinds),
-        stack=float(sum(layer.linear(1) for layer in layers if any(layer.attention_squares))),
+        linear=float(sum(layer_products)),
+        squares=tuple(float(sum(of_layers)) for of_layers in squares_by_kind),
+        stack=float(sum(layer.linear(1) for layer in attending)),
         first=float(layers[0].linear(1)),
         last=float(layers[-1].linear(1)),
     )

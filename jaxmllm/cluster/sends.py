@@ -124,21 +124,27 @@ def leaves(tree: Any, component: Component) -> Iterator[Leaf]:
     from sharding.rules import KEPT_AXES
 
     layout = component.layout
-    rows = {*layout.mesh_axes("batch"), *layout.mesh_axes("sequence")}
+    row_axes = {*layout.mesh_axes("batch"), *layout.mesh_axes("sequence")}
     axes_of_leaves = jax.tree.leaves(component.axes_of(tree))
     for (keys, leaf), axes in zip(jax.tree.leaves_with_path(tree), axes_of_leaves, strict=True):
         path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
-        split: dict[bool, list[str]] = {True: [], False: []}
+        kept_axes: list[str] = []
+        gathered_axes: list[str] = []
         for name, entry in zip(axes.names, leaf.sharding.spec, strict=False):
-            split[name in KEPT_AXES] += _axis_tuple(entry) if entry else ()
+            entry_axes = _axis_tuple(entry) if entry else ()
+            if name in KEPT_AXES:
+                kept_axes += entry_axes
+            else:
+                gathered_axes += entry_axes
+        shared_axes = row_axes.intersection(kept_axes)
         yield Leaf(
             path=path,
             size=math.prod(leaf.shape),
-            gathered=tuple(split[False]),
-            split=devices_along(layout, split[True]),
+            gathered=tuple(gathered_axes),
+            split=devices_along(layout, kept_axes),
             replicas=replica_axes(layout, leaf.sharding),
             stacked=leaf.shape[0] if "layers" in path else 1,
-            apart=any(layout.mesh.shape[axis] > 1 for axis in rows.intersection(split[True])),
+            apart=any(layout.mesh.shape[axis] > 1 for axis in shared_axes),
         )
 
 
@@ -192,12 +198,17 @@ def expert_sends(mixture: Mixture, forward: float, backward: float) -> Iterator[
     """Collectives of a layer's experts in so many passes of each kind, without index arrays."""
     layout = mixture.layout
     for passed, times in ((mixture.forward, forward), (mixture.backward, backward)):
-        sends = [
-            *(_send(layout, GATHER, mixture.token_axes, size, times) for size in passed.gathered),
-            *(_send(layout, SCATTER, mixture.token_axes, size, times) for size in passed.summed),
-            *(_send(layout, ALL_REDUCE, mixture.other_axes, size, times) for size in passed.summed),
-        ]
-        yield from (replace(send, of_experts=True) for send in sends if times)
+        if not times:
+            continue
+        collectives = (
+            (GATHER, mixture.token_axes, passed.gathered),
+            (SCATTER, mixture.token_axes, passed.summed),
+            (ALL_REDUCE, mixture.other_axes, passed.summed),
+        )
+        for operation, axes, sizes in collectives:
+            for size in sizes:
+                send = _send(layout, operation, axes, size, times)
+                yield replace(send, of_experts=True)
 
 
 def _replica_sums(programs: PhasedPrograms) -> Iterator[Send]:

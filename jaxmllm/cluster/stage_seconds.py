@@ -66,11 +66,11 @@ def staged_work(
         _Operations(programs, chain, device, network)
         for chain in range(len(programs.sizes.training.tables.ring.chains))
     ]
-    squares = {
-        phase: np.array(row_squares(placed, spec, items.phases[phase], device)) / placed.span
-        for phase, spec in programs.spec.phases.items()
-        for placed in (plan.phases[phase],)
-    }
+    squares = {}
+    for phase, spec in programs.spec.phases.items():
+        placed = plan.phases[phase]
+        of_rows = np.array(row_squares(placed, spec, items.phases[phase], device))
+        squares[phase] = of_rows / placed.span
     once = _work_once_per_run(programs, network)
     total = Worked({})
     for run in plan.runs:
@@ -125,11 +125,12 @@ def _run(
         "ticks": overhead,
     }
     least_together = np.vectorize(device.least_together, otypes=[float])
+    least_ticks = _slowest(device, least_together(layers, weights))
+    most_ticks = _slowest(device, layers + weights)
     return Worked(
         part_seconds,
-        low=float(least_together(_slowest(device, least_together(layers, weights)), sent).sum())
-        + overhead,
-        high=float((_slowest(device, layers + weights) + sent).sum()) + overhead,
+        low=float(least_together(least_ticks, sent).sum()) + overhead,
+        high=float((most_ticks + sent).sum()) + overhead,
         flops=float(flops.mean(axis=1).sum()),
     )
 
@@ -243,21 +244,17 @@ class _Operations:
         for part, passes in ((FORWARD, (1, 0)), (INPUT, (0, 1)), (AGAIN, (1, 0))):
             modulated = np.array([self._modulation(shape, *passes) for shape in self.classes])
             compute[part] += modulated[row_class] * layers[0]
-        inside = np.array(
-            [
-                [
-                    self.network.seconds(self._layer_sends(part, row_class))
-                    for row_class in self.classes
-                ]
-                for part in range(4)
-            ]
-        )
+        inside = np.array([self._inside_seconds(part) for part in range(4)])
         return (
             compute * happens,
             inside[:, None, row_class] * layers * happens,
             self._weight_seconds(layers) * happens,
             products + pairs,
         )
+
+    def _inside_seconds(self, part: int) -> list[float]:
+        """Seconds of the collectives inside of one layer, by row class."""
+        return [self.network.seconds(self._layer_sends(part, shape)) for shape in self.classes]
 
     def _row_tokens(self, row_class: RowClass) -> float:
         """Attention tokens of a row on a device."""

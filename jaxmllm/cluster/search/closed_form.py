@@ -46,7 +46,7 @@ class ClosedForm:
         # Phases follow one another, so each one's fastest is found by itself: a trial gives
         # one remat to all phases that can have it.
         for remat in REMATS:
-            trial = {phase: remat if remat in options[phase] else best[phase] for phase in options}
+            trial = best | {phase: remat for phase in options if remat in options[phase]}
             if trial == best:
                 continue
             tried = self._remat_estimate(estimate.layout, trial)

@@ -59,14 +59,18 @@ def mean_loads(
     batches: Sequence[BatchItems], flops: Mapping[str, ItemCost]
 ) -> dict[str, PhaseLoad]:
     """The load of a batch, by phase."""
-    return {
-        phase: PhaseLoad(
-            slots=float(np.mean([batch.phases[phase].length.sum() for batch in batches])),
-            squares=np.mean([_square_sums(batch.phases[phase], cost) for batch in batches], axis=0),
-            tokens=float(np.mean([batch.phases[phase].tokens.sum() for batch in batches])),
+    loads = {}
+    for phase, cost in flops.items():
+        items_of_batches = [batch.phases[phase] for batch in batches]
+        slots = [items.length.sum() for items in items_of_batches]
+        squares = [_square_sums(items, cost) for items in items_of_batches]
+        tokens = [items.tokens.sum() for items in items_of_batches]
+        loads[phase] = PhaseLoad(
+            slots=float(np.mean(slots)),
+            squares=np.mean(squares, axis=0),
+            tokens=float(np.mean(tokens)),
         )
-        for phase, cost in flops.items()
-    }
+    return loads
 
 
 def _square_sums(items: PhaseItems, cost: ItemCost) -> list[float]:
@@ -139,13 +143,14 @@ def even_step(
         routes[owner] = RoutePlan.of_whole_items(NOTHING, NOTHING, (_ONE_HOP,))
     plan = StepPlan(phases, routes, statistics)
     part_seconds = simulate(programs, plan, BatchItems(NO_LENGTH, 0, items), device).parts
-    return {
-        name: seconds * rows[phase].microbatches
-        if (phase := name.split("/")[0]) in rows
-        else seconds
-        for name, seconds in part_seconds.items()
-        if name != "straggling"
-    }
+    step_seconds = {}
+    for part, seconds in part_seconds.items():
+        if part == "straggling":
+            continue
+        phase = part.split("/")[0]
+        microbatches = rows[phase].microbatches if phase in rows else 1
+        step_seconds[part] = seconds * microbatches
+    return step_seconds
 
 
 def _one_microbatch_plan(capacity: int) -> PhasePlan:

@@ -156,16 +156,19 @@ class LegalLayouts:
     def _mesh_inputs(self, config: Config, model: MLLM, spans: Spans) -> list[SizingInputs]:
         """The request's sizing inputs, with the ranks, alignment and spans of a mesh."""
         formats = self._request.sampled.formats
-        layouts = {sizing.name: model.layout(sizing.name) for sizing in self._request.inputs}
-        return [
-            replace(
-                sizing,
-                ranks=layouts[sizing.name].ranks,
-                alignment=alignment(config, sizing.name, formats, layouts[sizing.name].parts),
-                spans=spans[sizing.name] if config.may_share_rows else (1,),
+        mesh_inputs = []
+        for sizing in self._request.inputs:
+            name = sizing.name
+            layout = model.layout(name)
+            mesh_inputs.append(
+                replace(
+                    sizing,
+                    ranks=layout.ranks,
+                    alignment=alignment(config, name, formats, layout.parts),
+                    spans=spans[name] if config.may_share_rows else (1,),
+                )
             )
-            for sizing in self._request.inputs
-        ]
+        return mesh_inputs
 
 
 def _check_capacities(inputs: Sequence[SizingInputs]) -> None:

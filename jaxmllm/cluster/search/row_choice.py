@@ -55,12 +55,13 @@ class RowChoice:
         rows = self._part_rows(share)
         specs = rows.chosen(part_inputs, part_grids, balance, segments=False)
         if any(not _is_product(spec) for spec in specs.values()):
-            again = [
-                _with_classes(sizing, specs[sizing.name])
-                if _is_product(specs[sizing.name])
-                else replace(sizing, spans=(specs[sizing.name].classes[0].span,))
-                for sizing in part_inputs
-            ]
+            again = []
+            for sizing in part_inputs:
+                spec = specs[sizing.name]
+                if _is_product(spec):
+                    again.append(_with_classes(sizing, spec))
+                else:
+                    again.append(replace(sizing, spans=(spec.classes[0].span,)))
             specs = rows.chosen(again, part_grids, balance, segments=False)
         return [_with_classes(sizing, specs[sizing.name]) for sizing in inputs]
 

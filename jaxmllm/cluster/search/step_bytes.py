@@ -101,10 +101,11 @@ class StepBytes:
     def shards(self, name: str) -> float:
         """Trained numbers of a component on one device."""
         layout = self.model.components[name].layout
-        return sum(
-            trained / math.prod(layout.size(axis) for axis in axes if axis)
-            for axes, (_, trained) in self.numbers[name].items()
-        )
+        numbers_on_device = []
+        for axes, (_, trained) in self.numbers[name].items():
+            split = math.prod(layout.size(axis) for axis in axes if axis)
+            numbers_on_device.append(trained / split)
+        return sum(numbers_on_device)
 
     @cached_property
     def replicas(self) -> float:
