@@ -154,10 +154,13 @@ def compiled_memory(
       chip: of the mesh.
     """
     names = [name for name in programs.jobs if name.function not in OUTSIDE_STEPS]
-    return {
-        checked.name: checked if isinstance(checked, FailedProgram) else checked.memory
-        for checked in check_jobs(config, programs, names, chip)
-    }
+    memory: dict[ProgramName, Memory | FailedProgram] = {}
+    for checked in check_jobs(config, programs, names, chip):
+        if isinstance(checked, FailedProgram):
+            memory[checked.name] = checked
+        else:
+            memory[checked.name] = checked.memory
+    return memory
 
 
 def memory_of(compiled: Compiled) -> Memory | None:
@@ -181,15 +184,13 @@ def transfers(sent: list[Collective], mesh: Mesh) -> tuple[Transfer, ...]:
         axes = whole_axes(mesh_axes(send, mesh.shape), mesh)
         key = (send.operation, axes, send.dtype, send.bytes, send.trips, send.exact)
         alike.setdefault(key, []).append(send)
-    records = (
-        Transfer(
-            *key,
-            count=len(group),
-            sent_bytes=sum(send.sent_bytes for send in group),
-            scopes=tuple(sorted({send.scope for send in group})),
+    records = []
+    for key, group in alike.items():
+        sent_bytes = sum(send.sent_bytes for send in group)
+        scopes = sorted({send.scope for send in group})
+        records.append(
+            Transfer(*key, count=len(group), sent_bytes=sent_bytes, scopes=tuple(scopes))
         )
-        for key, group in alike.items()
-    )
     return tuple(sorted(records, key=lambda record: -record.sent_bytes))
 
 
@@ -200,10 +201,11 @@ def whole_axes(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
     for axis, size in mesh.shape.items():
         if size > 1:
             cut_axes.setdefault(whole_axis(axis), []).append(axis)
-    names = (
-        whole_axis(axis) if set(cut_axes.get(whole_axis(axis), [axis])) <= set(axes) else axis
-        for axis in axes
-    )
+    names = []
+    for axis in axes:
+        whole = whole_axis(axis)
+        parts = cut_axes.get(whole, [axis])
+        names.append(whole if set(parts) <= set(axes) else axis)
     return tuple(dict.fromkeys(names))
 
 

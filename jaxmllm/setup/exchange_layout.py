@@ -33,11 +33,13 @@ def exchange_grids(model: MLLM) -> dict[str, ExchangeGrid]:
     """How the ranks of a phase map to those of the language phase, for each phase that the language
     phase reads or that reads it."""
     language = model.layout(LANGUAGE)
-    return {
-        name: ExchangeGrid(*LayoutPair(language.mesh, model.layout(name), language).grid())
-        for name, phase in model.phases.items()
-        if name in model.phases[LANGUAGE].reads or phase.generates
-    }
+    read_phases = model.phases[LANGUAGE].reads
+    grids = {}
+    for name, phase in model.phases.items():
+        if name in read_phases or phase.generates:
+            layouts = LayoutPair(language.mesh, model.layout(name), language)
+            grids[name] = ExchangeGrid(*layouts.grid())
+    return grids
 
 
 def nodes_of_ranks(config: Config, model: MLLM) -> dict[str, Ints]:

@@ -138,14 +138,16 @@ def open_corpora(
     limits = row_limits(config, model, row_formats(modalities), spans)
 
     def open_corpus(sources: Sequence[SourceConfig]) -> Corpus:
+        rooted = [under_root(config.data.root, source) for source in sources]
         corpus = Corpus.open(
-            [under_root(config.data.root, source) for source in sources],
+            rooted,
             tokenizer,
             modalities,
             config.data.index_cache,
             progress=jax.process_index() == 0,
             pairs=VisiblePairs.of_model(config.model),
-        ).refuse(limits)
+        )
+        corpus = corpus.refuse(limits)
         corpus.check_rejected(config.data.max_rejected)
         return corpus
 
@@ -168,17 +170,13 @@ def row_limits(
     Args:
       fitting: slots that the memory of a rank holds; none: those of an estimate.
     """
-    return {
-        phase: largest_row(
-            config,
-            phase,
-            formats,
-            model.layout(phase).parts,
-            span=max(spans[phase]),
-            fitting=slots_that_fit(config, model, phase) if fitting is None else fitting,
-        )
-        for phase in model.phases
-    }
+    limits = {}
+    for phase in model.phases:
+        parts = model.layout(phase).parts
+        span = max(spans[phase])
+        held = slots_that_fit(config, model, phase) if fitting is None else fitting
+        limits[phase] = largest_row(config, phase, formats, parts, span=span, fitting=held)
+    return limits
 
 
 def under_root(root: str | None, source: SourceConfig) -> SourceConfig:

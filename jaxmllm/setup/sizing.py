@@ -151,25 +151,28 @@ def sizing_inputs(
     platform = platform_of(model.layout(LANGUAGE).mesh)
     configured = config.balance.flops_per_gathered_byte
     per_byte = flops_per_byte(platform) if configured == "auto" else configured
-    return [
-        SizingInputs(
-            phase=phase,
-            ranks=model.layout(name).ranks,
-            alignment=alignment(config, name, formats, model.layout(name).parts),
-            slots_per_token=formats[name].slots_per_token if name in formats else 1,
-            longest=longest[name],
-            flops=flops[name],
-            config=getattr(config.phases, name),
-            time=times.get(name),
-            gather_cost=gather_cost(shapes, name, per_byte),
-            microbatch_cost=microbatch_cost(
-                shapes, name, platform, flops[name].linear, model.layout(name).size("embed")
-            ),
-            fitting=slots_that_fit(config, model, name),
-            spans=spans[name] if config.may_share_rows else (1,),
+    inputs = []
+    for name, phase in model.phases.items():
+        layout = model.layout(name)
+        inputs.append(
+            SizingInputs(
+                phase=phase,
+                ranks=layout.ranks,
+                alignment=alignment(config, name, formats, layout.parts),
+                slots_per_token=formats[name].slots_per_token if name in formats else 1,
+                longest=longest[name],
+                flops=flops[name],
+                config=getattr(config.phases, name),
+                time=times.get(name),
+                gather_cost=gather_cost(shapes, name, per_byte),
+                microbatch_cost=microbatch_cost(
+                    shapes, name, platform, flops[name].linear, layout.size("embed")
+                ),
+                fitting=slots_that_fit(config, model, name),
+                spans=spans[name] if config.may_share_rows else (1,),
+            )
         )
-        for name, phase in model.phases.items()
-    ]
+    return inputs
 
 
 # ---------------------------------------------------------------------------- costs
