@@ -161,13 +161,12 @@ def _single_type(annotation: Any, constraints: Iterable[Any], many: bool) -> str
         )
     if annotation not in WORDS:
         return "section" + "s" * many
-    bounds = " and ".join(
-        f"{sign} {_bound_text(getattr(item, attribute))}"
-        for item in constraints
-        for kind, (attribute, sign) in BOUNDS.items()
-        if isinstance(item, kind)
-    )
-    return f"{WORDS[annotation]}{'s' * many} {bounds}".rstrip()
+    bounds = []
+    for item in constraints:
+        for kind, (attribute, sign) in BOUNDS.items():
+            if isinstance(item, kind):
+                bounds.append(f"{sign} {_bound_text(getattr(item, attribute))}")
+    return f"{WORDS[annotation]}{'s' * many} {' and '.join(bounds)}".rstrip()
 
 
 def _bound_text(bound: float) -> str:

@@ -20,9 +20,13 @@ REPLACED = {  # full old key -> what to do
 
 def renamed_keys(tree: dict[str, Any]) -> list[str]:
     """For each former key in a config's tree, a line that says what to write instead."""
-    return [
+    renamed = [
         f"{old!r} is now called {new!r}" for old, new in RENAMED.items() if _has_key(tree, old)
-    ] + [f"{old!r} is gone: {advice}" for old, advice in REPLACED.items() if _has_key(tree, old)]
+    ]
+    replaced = [
+        f"{old!r} is gone: {advice}" for old, advice in REPLACED.items() if _has_key(tree, old)
+    ]
+    return renamed + replaced
 
 
 def _has_key(tree: Any, key: str) -> bool:

@@ -229,11 +229,9 @@ class Config(Section):
         encoders = self.model.encoders
         adapted = self.model.adapters.by_component
         text_path = (*encoders, "language")
-        before_the_loss = (
-            *text_path,
-            *(f"{PROJECTOR}{name}" for name in encoders),
-            *(f"{ADAPTER}{name}" for name in text_path if name in adapted),
-        )
+        projectors = [f"{PROJECTOR}{name}" for name in encoders]
+        adapters = [f"{ADAPTER}{name}" for name in text_path if name in adapted]
+        before_the_loss = (*text_path, *projectors, *adapters)
         upstream = map(self.components.of, before_the_loss)
         if self.objective.language.weight and all(component.freeze for component in upstream):
             raise ValueError(
