@@ -200,9 +200,12 @@ def _meet(
     board.key_value_set(f"here/{process}", json.dumps([name, processes]), True)
 
     def missing(absent: list[int]) -> str:
+        several = len(absent) > 1
+        noun = "processes" if several else "process"
+        verb = "have" if several else "has"
+        shown = ", ".join(map(str, absent[: hosts.SHOWN]))
         return (
-            f"process{'es' if len(absent) > 1 else ''} {', '.join(map(str, absent[: hosts.SHOWN]))} of {processes} "
-            f"{'have' if len(absent) > 1 else 'has'} not started within {limits.start_timeout:.0f} s: start all with "
+            f"{noun} {shown} of {processes} {verb} not started within {limits.start_timeout:.0f} s: start all with "
             f"{COORDINATOR}={coordinator_address}, or raise distributed.start_timeout"
         )
 
