@@ -115,12 +115,14 @@ def measure(run: Run, repeats: int) -> Calibration:
     phases = {}
     for phase, spec in programs.spec.phases.items():
         timed = time_phase(run, programs, phase, params, repeats)
+        forward_seconds = {fill: forward for fill, (forward, _) in timed.items()}
+        training_seconds = {fill: training for fill, (_, training) in timed.items()}
         phases[phase] = PhaseCalibration(
             dtype=getattr(config.components, phase).compute_dtype,
             capacities=spec.capacities,
             flops=flops[phase],
-            forward=fit({fill: forward for fill, (forward, _) in timed.items()}, flops[phase]),
-            training=fit({fill: training for fill, (_, training) in timed.items()}, flops[phase]),
+            forward=fit(forward_seconds, flops[phase]),
+            training=fit(training_seconds, flops[phase]),
         )
     device = programs.mesh.devices.flat[0]
     return Calibration(
@@ -158,11 +160,14 @@ def time_phase(
     rounds = [
         {fill: timer(RowClass(fill.capacity, fill.span), host) for fill, host in rows.items()}
         for _ in range(repeats + 1)
-    ][1:]
+    ]
+    counted_rounds = rounds[1:]
     medians = {}
     for fill in chosen:
-        forward, training = zip(*(seconds[fill] for seconds in rounds), strict=True)
-        medians[fill] = (statistics.median(forward), statistics.median(training))
+        seconds = [round_seconds[fill] for round_seconds in counted_rounds]
+        forward = statistics.median(forward for forward, _ in seconds)
+        training = statistics.median(training for _, training in seconds)
+        medians[fill] = (forward, training)
     return medians
 
 

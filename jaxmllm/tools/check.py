@@ -129,11 +129,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     for line in fallbacks:
         print(f"warning: {line}", file=sys.stderr)
+    if options.generated:
+        seed, generator = options.seed, GENERATED
+    else:
+        seed, generator = config.run.seed, GENERATOR
     write_json(
         options.json,
         "check",
-        options.seed if options.generated else config.run.seed,
-        GENERATED if options.generated else GENERATOR,
+        seed,
+        generator,
         config=options.config,
         overrides=options.overrides,
         chip=chip.name,
@@ -141,7 +145,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mesh=axis_sizes(mesh),
         rows=[row for program in checked for row in records(program)],
     )
-    return 1 if failed else FELL_BACK if fallbacks else 0
+    if failed:
+        return 1
+    return FELL_BACK if fallbacks else 0
 
 
 def only_compile() -> None:
@@ -230,17 +236,19 @@ def _memory_row(program: CheckedProgram) -> list[Any]:
 
 
 def _sent_rows(program: CheckedProgram) -> list[list[Any]]:
-    return [
-        [
+    rows = []
+    for transfer in program.transfers:
+        trips = transfer.trips if transfer.exact else f"{transfer.trips} x data"
+        row = [
             in_words(program.name),
             transfer.operation,
             ", ".join(transfer.axes),
             transfer.dtype,
             amount(transfer.bytes),
             transfer.count,
-            transfer.trips if transfer.exact else f"{transfer.trips} x data",
+            trips,
             amount(transfer.total_bytes),
             amount(transfer.sent_bytes),
         ]
-        for transfer in program.transfers
-    ]
+        rows.append(row)
+    return rows

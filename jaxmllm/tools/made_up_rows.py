@@ -40,11 +40,10 @@ def made_up_rows(run: Run, phase: str, fill: Fill) -> HostStep:
     groups = specs[phase].ranks // fill.span
     batch = _equal_items(list(specs), phase, fill.length, tokens, groups * fill.items)
     nothing = np.zeros(0, np.int32)
-    plan = StepPlan(
-        {name: assign(specs[name], batch.phases[name]) for name in specs},
-        dict.fromkeys(generators, RoutePlan.of_whole_items(nothing, nothing)),
-    )
-    rows = plan.phases[phase]
+    assigned = {name: assign(specs[name], batch.phases[name]) for name in specs}
+    routes = dict.fromkeys(generators, RoutePlan.of_whole_items(nothing, nothing))
+    plan = StepPlan(assigned, routes)
+    rows = assigned[phase]
     items_of_groups = np.bincount(rows.rank // fill.span)
     assert rows.microbatches == 1 and (items_of_groups == fill.items).all(), (
         "equal items make equal rows"

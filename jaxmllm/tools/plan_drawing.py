@@ -59,9 +59,10 @@ def draw(title: str, layouts: Sequence[PlannedLayout], budget: float) -> Figure:
 def _draw_bars(axes: Axes, layouts: Sequence[Mapping[str, float]]) -> None:
     """Draw a bar of stacked parts for each layout, and the parts' names below."""
     longest = max(sum(parts.values()) for parts in layouts)
+    all_names = dict.fromkeys(name for parts in layouts for name in parts)
     names = [
         name
-        for name in dict.fromkeys(part for parts in layouts for part in parts)
+        for name in all_names
         if max(parts.get(name, 0.0) for parts in layouts) > SMALL * longest
     ]
     starts = [0.0] * len(layouts)

@@ -31,10 +31,10 @@ STATISTICS: Final = ("rows", "microbatches", "real_token_fraction", "max_over_me
 def table(result: SearchResult, planner: Planner) -> list[list[Any]]:
     """A row for every layout that was planned: the ranked ones, then those that were struck out."""
     best = result.ranked[0]
-    rows = [
-        _row(layout, "" if layout is best else why_lost(layout, best), planner)
-        for layout in result.ranked
-    ]
+    rows = []
+    for layout in result.ranked:
+        why = "" if layout is best else why_lost(layout, best)
+        rows.append(_row(layout, why, planner))
     return rows + [_row(layout, why, planner) for layout, why in result.struck]
 
 
@@ -66,11 +66,10 @@ def waits(layout: PlannedLayout) -> str:
 
 def remat_words(layout: PlannedLayout) -> str:
     """`remat` of each phase in words, or once if all phases agree."""
-    remats = {phase: getattr(layout.config.components, phase).remat for phase in layout.spec.phases}
-    words = {
-        phase: remat if isinstance(remat, str) else "+".join(remat)
-        for phase, remat in remats.items()
-    }
+    words = {}
+    for phase in layout.spec.phases:
+        remat = getattr(layout.config.components, phase).remat
+        words[phase] = remat if isinstance(remat, str) else "+".join(remat)
     if len(set(words.values())) == 1:
         return next(iter(words.values()))
     return ", ".join(f"{phase} {word}" for phase, word in words.items())
@@ -129,15 +128,19 @@ def record(layout: PlannedLayout, best: PlannedLayout, planner: Planner) -> dict
     """One layout, for JSON."""
     low, high = planner.device.interval(layout.seconds)
     overlapped, serial = layout.ends
-    phases = layout.spec.phases
+    components = layout.config.components
+    remats = {phase: getattr(components, phase).remat for phase in layout.spec.phases}
+    classes = {
+        phase: [list(row_class) for row_class in spec.classes]
+        for phase, spec in layout.spec.phases.items()
+    }
+    peak = layout.peak
     return {
         "mesh": layout.choice.sizes,
         "stages": layout.choice.stages,
         "encoders_over": list(layout.choice.as_data),
-        "remat": {phase: getattr(layout.config.components, phase).remat for phase in phases},
-        "classes": {
-            phase: [list(row_class) for row_class in spec.classes] for phase, spec in phases.items()
-        },
+        "remat": remats,
+        "classes": classes,
         "kept_residuals": dict(layout.programs.kept_residuals),
         "step_s": layout.seconds,
         "low_s": low,
@@ -147,10 +150,10 @@ def record(layout: PlannedLayout, best: PlannedLayout, planner: Planner) -> dict
         "mfu": layout.mfu,
         "hfu": layout.hfu,
         "parts": layout.parts,
-        "peak_bytes": layout.peak.bytes,
-        "peak_parts": dict(layout.peak.parts),
-        "peak_program": program_words(layout.peak.program),
-        "peak_moment": layout.peak.moment,  # "compiled" where the bytes are a compiler's
+        "peak_bytes": peak.bytes,
+        "peak_parts": dict(peak.parts),
+        "peak_program": program_words(peak.program),
+        "peak_moment": peak.moment,  # "compiled" where the bytes are a compiler's
         "why_not": None if layout is best else why_lost(layout, best),
     }
 

@@ -219,16 +219,21 @@ def _plan_each_count(options: argparse.Namespace, cluster: Cluster) -> int:
 
 def _write_record(options: argparse.Namespace, config: Config, **figures: Any) -> None:
     """Write the JSON record to --json and to plan.json in --out, where these are given."""
+    if options.generated:
+        seed, generator = options.seed, GENERATED
+    else:
+        seed, generator = config.run.seed, DATA
+    devices = options.devices[0] if len(options.devices) == 1 else options.devices
     for path in (options.json, options.out and options.out / "plan.json"):
         write_json(
             path,
             "plan",
-            options.seed if options.generated else config.run.seed,
-            GENERATED if options.generated else DATA,
+            seed,
+            generator,
             config=options.config,
             overrides=options.overrides,
             cluster=options.cluster,
-            devices=options.devices[0] if len(options.devices) == 1 else options.devices,
+            devices=devices,
             **figures,
         )
 
@@ -312,12 +317,8 @@ def _compared(options: argparse.Namespace, cluster: Cluster) -> int:
     device, times = plan_run.fitted(layout, batches, planner.device, run.seconds)
     lines = plan_run.comparison(layout, run, times)
     columns = list(dict.fromkeys(key for line in lines for key in line))
-    print_table(
-        f"{options.from_run} on {devices} {cluster.name}",
-        columns,
-        [[line.get(column) for column in columns] for line in lines],
-        left_aligned=1,
-    )
+    rows = [[line.get(column) for column in columns] for line in lines]
+    print_table(f"{options.from_run} on {devices} {cluster.name}", columns, rows, left_aligned=1)
     as_planned = plan_run.plan_conclusion(layout, run)
     print(as_planned)
     print(

@@ -57,7 +57,6 @@ class DataLengths:
 
     def _data_lengths(self, config: Config, model: MLLM, spans: Spans) -> Sampled | LengthsError:
         """Lengths of the data's batches for one layout's rows, or the error that refuses them."""
-        stages = config.pipeline.stages > 1
         media = modalities(config.model, config.data)
         try:
             corpus, held_out = open_corpora(_unbounded(config), self.tokenizer, media, model, spans)
@@ -67,25 +66,30 @@ class DataLengths:
         order = example_order(corpus.members, config.run.seed)
         size = config.data.batch_size
         history = self.history or [segment_of(config)]
-        steps = [
+        examples_of_steps = [
             continued_examples(corpus.members, config.run.seed, history, step)
             for step in self.steps
         ]
+        samples = sizing_samples(order, corpus, size)
+        others = source_batches(corpus.members, corpus, size)
+        steps = [corpus.gather(examples) for examples in examples_of_steps]
+        longest_items = {
+            phase: max(opened.longest(phase) for opened in corpora) for phase in model.phases
+        }
+        largest = []
+        if config.pipeline.stages > 1:
+            media_phases = [phase for phase in model.phases if phase != LANGUAGE]
+            largest = [
+                largest_examples(opened, phase) for opened in corpora for phase in media_phases
+            ]
         return Sampled(
-            samples=sizing_samples(order, corpus, size),
-            others=source_batches(corpus.members, corpus, size),
-            steps=[corpus.gather(examples) for examples in steps],
-            longest={
-                phase: max(opened.longest(phase) for opened in corpora) for phase in model.phases
-            },
+            samples=samples,
+            others=others,
+            steps=steps,
+            longest=longest_items,
             formats=corpus.formats,
             sources=len(corpus.sources),
-            largest=[
-                largest_examples(opened, phase)
-                for opened in corpora
-                for phase in model.phases
-                if stages and phase != LANGUAGE
-            ],
+            largest=largest,
         )
 
 

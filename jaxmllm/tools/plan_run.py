@@ -167,11 +167,8 @@ def plan_conclusion(layout: PlannedLayout, run: LoggedRun) -> str:
 
 def _mean_seconds(times: Sequence[StepTime], prefix: str) -> float:
     """Mean over steps of the seconds of all parts whose names have a prefix."""
-    return float(
-        np.mean(
-            [
-                sum(seconds for name, seconds in time.parts.items() if name.startswith(prefix))
-                for time in times
-            ]
-        )
-    )
+    seconds_of_steps = [
+        sum(seconds for name, seconds in time.parts.items() if name.startswith(prefix))
+        for time in times
+    ]
+    return float(np.mean(seconds_of_steps))

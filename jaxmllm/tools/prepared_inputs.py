@@ -179,27 +179,22 @@ class PreparedTexts:
     def _encoder_items(self, phase: str, examples: Longs) -> PhaseItems:
         """Items of one encoder in some texts."""
         modality = self.modalities[phase]
-        spans = [
-            (n, span)
-            for n, i in enumerate(examples)
-            for span in items_in(self.spans[i], self.modalities)
-            if span.phase == phase
-        ]
-        shapes = [span.shape for _, span in spans]
-        length, real = (
-            np.array([*map(count_of, shapes)], np.int64)
-            for count_of in (modality.length, modality.real)
+        spans = []
+        owners = []  # the text of each span, counted in `examples`
+        for number, example in enumerate(examples):
+            for span in items_in(self.spans[example], self.modalities):
+                if span.phase == phase:
+                    spans.append(span)
+                    owners.append(number)
+        shapes = [span.shape for span in spans]
+        return PhaseItems(
+            length=np.array([modality.length(shape) for shape in shapes], np.int64),
+            real=np.array([modality.real(shape) for shape in shapes], np.int64),
+            example=np.array(owners, np.int32),
+            tokens=np.array([span.tokens for span in spans], np.int32),
+            slot=np.array([span.slot for span in spans], np.int32),
+            extra_squares=self.pairs.of_items(phase, np.array(shapes, np.int32).reshape(-1, 3)),
         )
-        owner, tokens, slot = (
-            np.array(column, np.int32)
-            for column in (
-                [n for n, _ in spans],
-                [span.tokens for _, span in spans],
-                [span.slot for _, span in spans],
-            )
-        )
-        extra = self.pairs.of_items(phase, np.array(shapes, np.int32).reshape(-1, 3))
-        return PhaseItems(length, real, owner, tokens, slot, extra)
 
     def example(self, i: int) -> Rendered:
         positions = positions_of(len(self.tokens[i]), self.spans[i], self.modalities)
@@ -240,14 +235,12 @@ class PreparedRun:
         assert vocabulary != "auto"
         folder = ModelFolder.open(source)
         families = {name: family_of(folder.config, name) for name in config.model.encoders}
-        placeholders = {
-            kind: find(folder.config)
-            for name, family in families.items()
-            for kind, find in zip(
-                PARTS[name], (family.placeholder, family.video_placeholder), strict=False
-            )
-            if find is not None
-        }
+        placeholders = {}
+        for name, family in families.items():
+            finders = (family.placeholder, family.video_placeholder)
+            for kind, find in zip(PARTS[name], finders, strict=False):
+                if find is not None:
+                    placeholders[kind] = find(folder.config)
         mesh = make_mesh(config.mesh_sizes, devices, spans=mesh_spans(config))
         model = build_model(config.model, vocabulary, config.components, mesh)
         spans = spans_of_phases(config, model)

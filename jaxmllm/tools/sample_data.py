@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -144,13 +144,13 @@ def _make_split(out: Path, split: str, seed: int, examples: int) -> Split:
 
     rng = random_of(seed, split, "questions")
     share = examples // len(KINDS)
-    makers: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "picture": lambda: _ask_one(rng, "picture", "image", pictures, tuple(COLOURS), share),
-        "sound": lambda: _ask_one(rng, "sound", "audio", clips, SOUNDS, share),
-        "both": lambda: _ask_both(rng, pictures, clips, share),
-        "text": lambda: _ask_text(rng, split, share),
+    asked = {
+        "picture": _ask_one(rng, "picture", "image", pictures, tuple(COLOURS), share),
+        "sound": _ask_one(rng, "sound", "audio", clips, SOUNDS, share),
+        "both": _ask_both(rng, pictures, clips, share),
+        "text": _ask_text(rng, split, share),
     }
-    conversations = [(kind, messages) for kind in KINDS for messages in makers[kind]()]
+    conversations = [(kind, messages) for kind in KINDS for messages in asked[kind]]
     records = []
     for number_in_file, index in enumerate(rng.permutation(examples).tolist()):
         kind, messages = conversations[index]
@@ -216,12 +216,12 @@ def _ask_text(rng: np.random.Generator, split: str, examples: int) -> list[Any]:
         {form.format(word="{word}", name=name) for form in QUESTIONS["text"] for name in NAMES}
     )
     # The test split has every fifth wording of a word, starting at another one for each word.
-    groups = {
-        word: [
-            text for i, text in enumerate(wordings) if ((i + offset) % 5 == 0) == (split == "test")
+    is_test = split == "test"
+    groups = {}
+    for offset, word in enumerate(answers):
+        groups[word] = [
+            wording for i, wording in enumerate(wordings) if ((i + offset) % 5 == 0) == is_test
         ]
-        for offset, word in enumerate(answers)
-    }
     words = itertools.islice(itertools.cycle(answers), examples)
     return [
         _conversation(rng, [], _pick(rng, groups[word]).format(word=word), answers[word])
@@ -257,14 +257,16 @@ def _pick(rng: np.random.Generator, choices: Sequence[T]) -> T:
 def _describe(split: Split) -> dict[str, Any]:
     """Counts, spreads (largest over smallest), and the exact match of each kind's commonest
     answer."""
-    answers = {
-        kind: Counter(answer_of(r) for r in split.records if r["source"] == kind) for kind in KINDS
-    }
-    types = [
-        {content["type"] for content in record["messages"][0]["content"]}
-        for record in split.records
-    ]
-    areas, seconds = ([item.size for item in media] for media in (split.pictures, split.clips))
+    answers: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
+    without_picture = 0
+    without_clip = 0
+    for record in split.records:
+        answers[record["source"]][answer_of(record)] += 1
+        types = {content["type"] for content in record["messages"][0]["content"]}
+        without_picture += "image" not in types
+        without_clip += "audio" not in types
+    areas = [picture.size for picture in split.pictures]
+    seconds = [clip.size for clip in split.clips]
     return {
         "examples": {kind: counts.total() for kind, counts in answers.items()},
         "chance": {kind: max(counts.values()) / counts.total() for kind, counts in answers.items()},
@@ -278,8 +280,8 @@ def _describe(split: Split) -> dict[str, Any]:
             "seconds": [min(seconds), max(seconds)],
             "spread": max(seconds) / min(seconds),
         },
-        "without_picture": sum("image" not in present for present in types) / len(types),
-        "without_clip": sum("audio" not in present for present in types) / len(types),
+        "without_picture": without_picture / len(split.records),
+        "without_clip": without_clip / len(split.records),
     }
 
 

@@ -192,12 +192,13 @@ def _scores(files: Sequence[tuple[Scene, Mapping[str, bool]]]) -> dict[str, floa
     """Shares of files whose aspects are right, as `judge` returns them; None without files."""
     if not files:
         return None
-    shares: dict[str, float | None] = {
-        name: float(np.mean([aspects[name] for _, aspects in files]))
-        if name in files[0][1]
-        else None
-        for name in ("colour", "shape", "place", "motion")
-    }
+    _, judged = files[0]
+    shares: dict[str, float | None] = {}
+    for name in ("colour", "shape", "place", "motion"):
+        if name in judged:
+            shares[name] = float(np.mean([aspects[name] for _, aspects in files]))
+        else:
+            shares[name] = None
     verdicts = [(scene.unseen, all(aspects.values())) for scene, aspects in files]
     unseen = [value for unseen, value in verdicts if unseen]
     shares["all"] = float(np.mean([value for _, value in verdicts]))
@@ -222,8 +223,9 @@ def scene_of(path: Path) -> Scene:
 
 def table(scores: Mapping[str, Any]) -> list[str]:
     """Names and shares in words, as they are printed; None is left out."""
-    return [
-        f"{name} {value if isinstance(value, int) else f'{value:.3f}'}"
-        for name, value in scores.items()
-        if value is not None
-    ]
+    lines = []
+    for name, value in scores.items():
+        if value is not None:
+            in_words = value if isinstance(value, int) else f"{value:.3f}"
+            lines.append(f"{name} {in_words}")
+    return lines

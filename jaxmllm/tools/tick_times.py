@@ -64,17 +64,17 @@ def measure_ticks(
         rounds = [
             {name: _seconds(programs, params, batch, ready) for name, batch in ways.items()}
             for _ in range(repeats + 1)
-        ][1:]
-        medians = {name: statistics.median(seconds[name] for seconds in rounds) for name in ways}
+        ]
+        counted_rounds = rounds[1:]
+        medians = {
+            name: statistics.median(seconds[name] for seconds in counted_rounds) for name in ways
+        }
         measured.append((host, medians))
-    return fit_ticks(
-        [
-            (medians, _tick_count(host), _pause_count(programs.sizes.training.tables, host))
-            for host, medians in measured
-        ],
-        [host.statistics["pipeline/cost"] for host in steps],
-        [len(host.runs) for host in steps],
-    )
+    tables = programs.sizes.training.tables
+    timed = [(medians, _tick_count(host), _pause_count(tables, host)) for host, medians in measured]
+    costs = [host.statistics["pipeline/cost"] for host in steps]
+    runs = [len(host.runs) for host in steps]
+    return fit_ticks(timed, costs, runs)
 
 
 def call_seconds(call: Callable[[], Any], ready: Callable[[], object]) -> float:
@@ -104,9 +104,9 @@ def fit_ticks(
       costs: FLOPs of each step: the sum over ticks of the slowest stage's.
       runs: runs of the executor in each step.
     """
-    planned, paused, empty = (
-        sum(seconds[way] for seconds, _, _ in timed) for way in ("planned", "paused", "empty")
-    )
+    planned = sum(seconds["planned"] for seconds, _, _ in timed)
+    paused = sum(seconds["paused"] for seconds, _, _ in timed)
+    empty = sum(seconds["empty"] for seconds, _, _ in timed)
     ticks = sum(of_step for _, of_step, _ in timed)
     pauses = sum(of_step for _, _, of_step in timed)
     tick = max(0.0, paused - planned) / max(pauses, 1)

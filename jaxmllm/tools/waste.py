@@ -123,23 +123,25 @@ class PhaseWaste:
 
 def planned(plan: StepPlan, items: BatchItems, spec: PlanSpec) -> dict[str, PhaseWaste]:
     """Waste of a plan, for each phase that has items."""
-    return {
-        name: PhaseWaste(
-            rows=int(plan.statistics[f"{name}/rows"]),
-            slots=int(plan.statistics[f"{name}/slots"]),
-            tokens=int(plan.statistics[f"{name}/tokens"]),
-            max_over_mean=plan.statistics[f"{name}/max_over_mean"],
+    wastes = {}
+    figures = plan.statistics
+    for name, phase in spec.phases.items():
+        if not len(items.phases[name].length):
+            continue
+        ideal = figures[f"{name}/flops"] / phase.ranks
+        wastes[name] = PhaseWaste(
+            rows=int(figures[f"{name}/rows"]),
+            slots=int(figures[f"{name}/slots"]),
+            tokens=int(figures[f"{name}/tokens"]),
+            max_over_mean=figures[f"{name}/max_over_mean"],
             floor=_least_ratio(items.phases[name], phase),
-            synchronised=plan.statistics[f"{name}/synchronised"],
-            slowest=plan.statistics[f"{name}/over_ideal"] * ideal,
+            synchronised=figures[f"{name}/synchronised"],
+            slowest=figures[f"{name}/over_ideal"] * ideal,
             ideal=ideal,
             rows_by_span=_rows_by_span(plan.phases[name], phase),
-            gathered_slots=plan.statistics[f"{name}/gathered_slots"],
+            gathered_slots=figures[f"{name}/gathered_slots"],
         )
-        for name, phase in spec.phases.items()
-        if len(items.phases[name].length)
-        for ideal in (plan.statistics[f"{name}/flops"] / phase.ranks,)
-    }
+    return wastes
 
 
 def _rows_by_span(plan: PhasePlan, phase: PhaseSpec) -> dict[int, int]:
@@ -261,23 +263,29 @@ def _phase_record(
     Args:
       slot_bytes: bytes of the keys and values of a row slot.
     """
+    tokens = sum(waste.tokens for waste in wastes)
+    slots = sum(waste.slots for waste in wastes)
+    rows = sum(waste.rows for waste in wastes)
+    gathered_slots = sum(waste.gathered_slots for waste in wastes)
     spans = sorted({span for waste in wastes for span in waste.rows_by_span})
+    rows_by_span = {
+        span: sum(waste.rows_by_span.get(span, 0) for waste in wastes) / steps for span in spans
+    }
     ideal = sum(waste.ideal for waste in wastes)
+    max_over_mean = sum(waste.max_over_mean * waste.ideal for waste in wastes) / ideal
+    synchronised = sum(waste.synchronised * waste.ideal for waste in wastes) / ideal
     floor = sum(waste.floor * waste.ideal for waste in wastes if waste.floor is not None) or None
     return _record(
         phase,
         method,
-        real_token_fraction=sum(waste.tokens for waste in wastes)
-        / sum(waste.slots for waste in wastes),
-        max_over_mean=sum(waste.max_over_mean * waste.ideal for waste in wastes) / ideal,
+        real_token_fraction=tokens / slots,
+        max_over_mean=max_over_mean,
         floor=None if floor is None else floor / ideal,
-        synchronised=sum(waste.synchronised * waste.ideal for waste in wastes) / ideal,
+        synchronised=synchronised,
         over_ideal=_over_ideal(wastes),
-        rows=sum(waste.rows for waste in wastes) / steps,
-        rows_by_span={
-            span: sum(waste.rows_by_span.get(span, 0) for waste in wastes) / steps for span in spans
-        },
-        gathered_bytes=slot_bytes * sum(waste.gathered_slots for waste in wastes) / steps,
+        rows=rows / steps,
+        rows_by_span=rows_by_span,
+        gathered_bytes=slot_bytes * gathered_slots / steps,
     )
 
 

@@ -322,14 +322,17 @@ def make_spec(
       others: batches unlike the samples that may also come.
       longest_items: slots of the longest item of each phase; None: the longest that `mix` can draw.
     """
+    if longest_items is None:
+        longest_items = {name: longest(name, mix) for name in PHASES}
+    trained = dict.fromkeys(component_names(PHASES), 1)
     needs = [
         SizingInputs(
             phase=phase,
             ranks=ranks,
             alignment=ALIGNMENTS[name],
             slots_per_token=slots_per_token(name, MODEL),
-            longest=longest(name, mix) if longest_items is None else longest_items[name],
-            flops=phase_flops(MODEL, name, dict.fromkeys(component_names(PHASES), 1)),
+            longest=longest_items[name],
+            flops=phase_flops(MODEL, name, trained),
             config=PhaseConfig(row_classes=row_classes),
             spans=spans,
         )
@@ -421,15 +424,16 @@ def _items(example: Longs, length: Longs, real: Longs, tokens: Longs, text: Long
 def _generated_items(drawn: _Media, text: Longs, model: ModelConfig, phase: str) -> PhaseItems:
     """Items of a generator: each is drawn from all text tokens of its example, its conditions."""
     conditions = text[drawn.example].astype(np.int32)
-    shapes = np.stack([drawn.size, *[np.ones_like(drawn.size)] * 2], axis=1)
+    ones = np.ones_like(drawn.size)
+    shapes = np.stack([drawn.size, ones, ones], axis=1)
     slots = _generated_slots(drawn.size, conditions, model, phase)
     return PhaseItems(
-        slots,
-        drawn.size if phase in model.crossed else slots,
-        drawn.example.astype(np.int32),
-        conditions,
-        np.zeros(len(conditions), np.int32),
-        VisiblePairs.of_model(model).of_items(phase, shapes, conditions),
+        length=slots,
+        real=drawn.size if phase in model.crossed else slots,
+        example=drawn.example.astype(np.int32),
+        tokens=conditions,
+        slot=np.zeros(len(conditions), np.int32),
+        extra_squares=VisiblePairs.of_model(model).of_items(phase, shapes, conditions),
     )
 
 
