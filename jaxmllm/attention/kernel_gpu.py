@@ -98,7 +98,7 @@ def forward(
     rows, slots, heads, _ = q.shape
     cut = _choose_cut(q, mask, own=128, stages=_forward_stages())
     own, keys, sums = _query_specs(cut, heads // k.shape[2], k.shape[1])
-    out, logsumexp = pl.pallas_call(
+    attend = pl.pallas_call(
         partial(_forward_kernel, scale, cut),
         grid=(slots // cut.own, heads, rows),
         in_specs=[own, keys, keys, *_mask_specs(cut, mask.queries, mask.keys, mask.query_tiles)],
@@ -110,7 +110,8 @@ def forward(
         compiler_params=cut.compiler_params,
         interpret=interpret,
         name="attention_forward",
-    )(q, k, v, mask.queries, mask.keys, mask.query_tiles)
+    )
+    out, logsumexp = attend(q, k, v, mask.queries, mask.keys, mask.query_tiles)
     return out, logsumexp.swapaxes(1, 2)
 
 
@@ -136,7 +137,7 @@ def backward(
     inputs = q, k, v, d_out, *sums_of_tiles
 
     own, keys, sums = _query_specs(cut, group, key_slots)
-    dq = call(
+    query_gradients = call(
         partial(_query_gradients_kernel, scale, cut),
         grid=(slots // cut.own, heads, rows),
         in_specs=[
@@ -151,12 +152,13 @@ def backward(
         out_specs=own,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         name="attention_queries",
-    )(*inputs, mask.queries, mask.keys, mask.query_tiles)
+    )
+    dq = query_gradients(*inputs, mask.queries, mask.keys, mask.query_tiles)
 
     own = pl.BlockSpec((None, cut.own, None, cut.columns), lambda j, g, r: (r, j, g, 0))
     queries = pl.BlockSpec((None, slots, group, cut.columns), lambda j, g, r: (r, 0, g, 0))
     sums = pl.BlockSpec((None, group, slots), lambda j, g, r: (r, g, 0))
-    dk, dv = call(
+    key_gradients = call(
         partial(_key_gradients_kernel, scale, cut, group),
         grid=(key_slots // cut.own, key_heads, rows),
         in_specs=[
@@ -171,7 +173,8 @@ def backward(
         out_specs=[own, own],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)],
         name="attention_keys",
-    )(*inputs, mask.keys, mask.queries, mask.key_tiles)
+    )
+    dk, dv = key_gradients(*inputs, mask.keys, mask.queries, mask.key_tiles)
     return dq, dk, dv
 
 
@@ -199,11 +202,12 @@ def _query_specs(
 ) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
     """Specs for programs (tile of queries, head, row): of the tile, of all keys of its head, and of
     one number per query."""
-    return (
-        pl.BlockSpec((None, cut.own, None, cut.columns), lambda i, h, r: (r, i, h, 0)),
-        pl.BlockSpec((None, keys, None, cut.columns), lambda i, h, r: (r, 0, lax.div(h, group), 0)),
-        pl.BlockSpec((None, None, cut.own), lambda i, h, r: (r, h, i)),
+    tile = pl.BlockSpec((None, cut.own, None, cut.columns), lambda i, h, r: (r, i, h, 0))
+    all_keys = pl.BlockSpec(
+        (None, keys, None, cut.columns), lambda i, h, r: (r, 0, lax.div(h, group), 0)
     )
+    sums = pl.BlockSpec((None, None, cut.own), lambda i, h, r: (r, h, i))
+    return tile, all_keys, sums
 
 
 def _mask_specs(cut: Cut, own: TokenIds, others: TokenIds, tiles: TileLists) -> list[Any]:

@@ -163,16 +163,16 @@ def _put(blocks: Array, i: Array, block: Array) -> Array:
 def _masked_logits(logits: Array, partial: Array, query_ids: TokenIds, key_ids: TokenIds) -> Array:
     """Logits [G, M, b] of one tile, -inf where invisible; ids are [b]."""
 
+    def mask() -> Array:
+        query_rows = query_ids.map(lambda column: column[:, None])
+        return visible(query_rows, key_ids)
+
     # The condition saves full tiles the mask, and makes XLA store a mask once: it would otherwise
     # compute the mask again for every head and every use of the logits, which took four times as
     # long where most tiles are partial. A mask of numbers instead is large enough for XLA to split
     # over threads, which doubled the time of a partial tile on CPU.
     shape = (query_ids.document.size, key_ids.document.size)
-    seen = lax.cond(
-        partial,
-        lambda: visible(query_ids.map(lambda column: column[:, None]), key_ids),
-        lambda: jnp.ones(shape, bool),
-    )
+    seen = lax.cond(partial, mask, lambda: jnp.ones(shape, bool))
     # M is (heads that share a key head) * (slots of the block)
     by_head = logits.reshape(len(logits), -1, *shape)
     return jnp.where(seen, by_head, -jnp.inf).reshape(logits.shape)
