@@ -39,12 +39,14 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
     slots = int(capacity.sum()) * spec.ranks
     tokens = int(items.real.sum())
     flops = spec.flops.total(items.real, items.extra)
+    shared_rows = int((spec.ranks // span[span > 1]).sum())
+    gathered_slots = int(((span - 1) * capacity).sum()) * spec.ranks
     statistics: dict[str, float] = {
         f"{spec.name}/rows": rows,
-        f"{spec.name}/shared_rows": int((spec.ranks // span[span > 1]).sum()),
+        f"{spec.name}/shared_rows": shared_rows,
         f"{spec.name}/microbatches": plan.microbatches,
         f"{spec.name}/slots": slots,
-        f"{spec.name}/gathered_slots": int(((span - 1) * capacity).sum()) * spec.ranks,
+        f"{spec.name}/gathered_slots": gathered_slots,
         f"{spec.name}/tokens": tokens,
         f"{spec.name}/flops": flops,
     }

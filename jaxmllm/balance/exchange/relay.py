@@ -121,18 +121,22 @@ def _stretches_in_rounds(
     )
     second_leg = _max_by(goal // ranks, goal_tokens, rounds)
 
+    hops = []
+    for send_slots, relay_slots in zip(first_leg, second_leg, strict=True):
+        send_hops = ceil_divide(int(send_slots), pair_slots)
+        relay_hops = ceil_divide(int(relay_slots), pair_slots)
+        hops.append((send_hops, relay_hops))
+
     with_direct = np.flatnonzero(direct)
+    is_direct = np.arange(len(with_direct) + len(relayed)) < len(with_direct)
     return Stretches(
         round=np.concatenate([round_[with_direct], relayed_round]),
         item=np.concatenate([item[with_direct], item[relayed]]),
         start=np.concatenate([start[with_direct], (start + direct)[relayed]]),
         tokens=np.concatenate([direct[with_direct], relayed_tokens]),
-        direct=np.arange(len(with_direct) + len(relayed)) < len(with_direct),
+        direct=is_direct,
         ordinal=np.concatenate([pair_ordinal[with_direct], sender_ordinal]),
-        hops=[
-            (ceil_divide(int(send_slots), pair_slots), ceil_divide(int(relay_slots), pair_slots))
-            for send_slots, relay_slots in zip(first_leg, second_leg, strict=True)
-        ],
+        hops=hops,
         direct_tokens=direct_tokens,
     )
 

@@ -88,7 +88,7 @@ def plan_routes(
                 arrival=arrivals[phase],
             )
         )
-    return placed, {
+    routes = {
         phase: RoutePlan(
             item=phase_pieces.item.astype(np.int32),
             skipped=phase_pieces.skipped.astype(np.int32),
@@ -98,6 +98,7 @@ def plan_routes(
         )
         for phase, phase_pieces in pieces.items()
     }
+    return placed, routes
 
 
 def _traffic(
@@ -246,6 +247,7 @@ def _rounds_between_pools(
     for round_index, (first_leg, second_leg) in enumerate(stretches.hops):
         members = np.flatnonzero(round_of == round_index)
         if len(members):
+            columns_of_round = {name: values[members] for name, values in columns.items()}
             rounds.append(
                 RouteRound(
                     source=source,
@@ -254,7 +256,7 @@ def _rounds_between_pools(
                     second_leg=second_leg,
                     direct_tokens=stretches.direct_tokens,
                     direct=direct[members],
-                    **{name: values[members] for name, values in columns.items()},
+                    **columns_of_round,
                 )
             )
     return rounds

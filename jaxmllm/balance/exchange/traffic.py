@@ -71,12 +71,11 @@ class Traffic:
     @classmethod
     def joined(cls, traffic: list[Traffic]) -> Traffic:
         """The runs of several phases."""
-        return cls(
-            **{
-                column.name: np.concatenate([getattr(runs, column.name) for runs in traffic])
-                for column in fields(cls)
-            }
-        )
+        columns = {}
+        for column in fields(cls):
+            of_phases = [getattr(runs, column.name) for runs in traffic]
+            columns[column.name] = np.concatenate(of_phases)
+        return cls(**columns)
 
 
 def moving_tokens(

@@ -142,10 +142,11 @@ class _Candidates:
         inputs = judge.inputs
         self.judge = judge
         self.span = span
+        smallest = smallest_capacity(inputs, span)
         self.firsts = [
             RowClass(capacity, span)
-            for capacity in _load_shares(judge) | {smallest_capacity(inputs, span)}
-            if smallest_capacity(inputs, span) <= capacity <= inputs.largest_capacity
+            for capacity in _load_shares(judge) | {smallest}
+            if smallest <= capacity <= inputs.largest_capacity
         ]
         self.largest_sets: list[Classes] = [(row_class,) for row_class in self.firsts]
         self.sets = set(self.largest_sets)
@@ -171,14 +172,13 @@ class _Candidates:
     def extend(self) -> None:
         """Add sets: the best of those with most classes, each with a further class."""
         extended = _candidate_limit(self.judge.inputs, self.span, CAPACITY_SEARCH.extended)
-        self.largest_sets = list(
-            dict.fromkeys(
-                (*classes, further_class)
-                for classes in _cheapest_sets(self.largest_sets, extended, self.judge.bound)
-                for further in self.further
-                for further_class in further.classes_after(classes)
-            )
+        larger_sets = (
+            (*classes, further_class)
+            for classes in _cheapest_sets(self.largest_sets, extended, self.judge.bound)
+            for further in self.further
+            for further_class in further.classes_after(classes)
         )
+        self.largest_sets = list(dict.fromkeys(larger_sets))
         self.sets.update(self.largest_sets)
 
     def with_one_moved(self, classes: Classes) -> list[Classes]:
@@ -188,12 +188,13 @@ class _Candidates:
         near_first = [
             RowClass(capacity, first_class.span) for capacity in self.further[0].near(first_class)
         ]
-        return self._shortlist(
-            (*classes[:index], other_class, *classes[index + 1 :])
-            for index in range(len(classes))
-            for other_class in (replacements if index else self.firsts + near_first)
-            if other_class not in classes
-        )
+        moved: list[Classes] = []
+        for index in range(len(classes)):
+            others = replacements if index else self.firsts + near_first
+            before = classes[:index]
+            after = classes[index + 1 :]
+            moved += [(*before, other, *after) for other in others if other not in classes]
+        return self._shortlist(moved)
 
     def with_one_more(self, classes: Classes) -> list[Classes]:
         """A few sets that have one more class."""
@@ -212,13 +213,17 @@ class _Candidates:
             tuple(sorted(classes, key=lambda row_class: row_class.slots, reverse=True))
             for classes in sets
         }
-        valid = (
-            classes
-            for classes in ordered
-            if classes[0].slots >= inputs.longest
-            and max(row_class.capacity for row_class in classes) <= inputs.largest_capacity
-            and all(larger.slots > smaller.slots for larger, smaller in itertools.pairwise(classes))
-        )
+
+        def is_valid(classes: Classes) -> bool:
+            if classes[0].slots < inputs.longest:
+                return False
+            if max(row_class.capacity for row_class in classes) > inputs.largest_capacity:
+                return False
+            return all(
+                larger.slots > smaller.slots for larger, smaller in itertools.pairwise(classes)
+            )
+
+        valid = filter(is_valid, ordered)
         return _cheapest_sets(valid, CAPACITY_SEARCH.least_packed, self.judge.bound)
 
 

@@ -123,12 +123,10 @@ def _pair_slots(
       samples: number of first `batches` that show what is usual; the others may occur.
     """
     slots_per_token = {phase: specs[phase].slots_per_token for phase in phases}
-    moves = [
-        moving_tokens(
-            {phase: plan[phase] for phase in phases}, plan[LANGUAGE], batch, grid, slots_per_token
-        )
-        for batch, plan in zip(batches, plans, strict=True)
-    ]
+    moves = []
+    for batch, plan in zip(batches, plans, strict=True):
+        encoders = {phase: plan[phase] for phase in phases}
+        moves.append(moving_tokens(encoders, plan[LANGUAGE], batch, grid, slots_per_token))
     longest_tokens = max(longest[phase] // specs[phase].slots_per_token for phase in phases)
     usual = padded.choose_pair_slots(moves[:samples], grid, longest_tokens)
     unusual = max(

@@ -181,11 +181,11 @@ def _pooled_items(samples: Sequence[BatchItems]) -> tuple[dict[str, PhaseItems],
     pooled = {}
     for phase in samples[0].phases:
         by_batch = [batch.phases[phase] for batch in samples]
-        columns = {
-            name: np.concatenate(batch_columns)
-            for name in ITEM_COLUMNS
-            if (batch_columns := [getattr(items, name) for items in by_batch])[0] is not None
-        }
+        columns = {}
+        for name in ITEM_COLUMNS:
+            batch_columns = [getattr(items, name) for items in by_batch]
+            if batch_columns[0] is not None:
+                columns[name] = np.concatenate(batch_columns)
         examples = [items.example + start[batch] for batch, items in enumerate(by_batch)]
         pooled[phase] = PhaseItems(**columns | {"example": np.concatenate(examples)})
     return pooled, int(start[-1])

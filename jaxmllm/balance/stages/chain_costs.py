@@ -87,8 +87,9 @@ class ChainLayers:
     ) -> dict[str, list[Layer]]:
         """The layers of each phase, for rows of `slots` slots whose items' squares sum to `squares`
         [kinds]."""
-        return {
-            name: [
+        layers = {}
+        for name, capacity in slots.items():
+            layers[name] = [
                 Layer(
                     component=layer.component,
                     linear=layer.linear(capacity),
@@ -100,8 +101,7 @@ class ChainLayers:
                 )
                 for layer, again in self._with_recomputation(name)
             ]
-            for name, capacity in slots.items()
-        }
+        return layers
 
     def _with_recomputation(self, phase: str) -> Iterator[tuple[FlopsLayer, dict[str, Any]]]:
         """Each layer of a phase, with what its own backward pass computes again: nothing in the

@@ -314,11 +314,9 @@ def _schedule_or_greedy(graph: Graph, pipeline: PipelineSpec) -> tuple[Schedule,
 
 def _with_residuals(schedule: Schedule, slots: Slots) -> Schedule:
     """The schedule with residuals kept in the slots for residuals, if there are any."""
-    return (
-        keep_residuals(schedule, slots)
-        if any(pool == Pool.RESIDUAL for pool, _ in slots)
-        else schedule
-    )
+    if any(pool == Pool.RESIDUAL for pool, _ in slots):
+        return keep_residuals(schedule, slots)
+    return schedule
 
 
 # ---------------------------------------------------------------------------- records
@@ -391,6 +389,7 @@ def _pipeline_statistics(runs: Sequence[PlannedRun]) -> dict[str, float]:
     for run in runs:
         idle.update(idle_by_cause(run.schedule))
     shares = {cause: time / (ranks * cost) for cause, time in idle.items()}
+    slots_used = [sum(slots_needed([run.schedule]).values()) for run in runs]
     return {
         "pipeline/runs": len(runs),
         "pipeline/ticks": sum(run.table.count for run in runs),
@@ -401,8 +400,5 @@ def _pipeline_statistics(runs: Sequence[PlannedRun]) -> dict[str, float]:
         "pipeline/search_ms": sum(run.search_ms for run in runs),
         "pipeline/fallbacks": sum(run.fallback for run in runs),
         "pipeline/deferred_examples": sum(run.rows.deferred for run in runs),
-        "pipeline/slots_used": max(
-            (sum(slots_needed([run.schedule]).values()) for run in runs),
-            default=0,
-        ),
+        "pipeline/slots_used": max(slots_used, default=0),
     }

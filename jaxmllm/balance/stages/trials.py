@@ -65,14 +65,11 @@ class Sampled:
         """The best rows of each batch, of those whose microbatches read no more rows than there is
         room for; a batch without any is left out."""
         rows_read = self.pipeline.rows_read
-        fitting = [
-            [
-                run
-                for run in of_batch
-                if all(run.rows_read[name] <= room for name, room in rows_read.items())
-            ]
-            for of_batch in self.runs
-        ]
+
+        def fits(run: RunRows) -> bool:
+            return all(run.rows_read[name] <= room for name, room in rows_read.items())
+
+        fitting = [[run for run in of_batch if fits(run)] for of_batch in self.runs]
         return [best_rows(of_batch, self.pipeline) for of_batch in fitting if of_batch]
 
 
@@ -150,11 +147,13 @@ class Trials:
     def spans_to_try(self) -> list[int]:
         """Ranks that may hold a row of some phase together, most first."""
         spans = {span for inputs in self.inputs.values() for span in inputs.spans}
-        # Given capacities come with every span that is given.
-        least_span = max(
-            min(inputs.spans) if self.given(name) is None else max(inputs.spans)
-            for name, inputs in self.inputs.items()
-        )
+        least_spans = []
+        for name, inputs in self.inputs.items():
+            if self.given(name) is None:
+                least_spans.append(min(inputs.spans))
+            else:  # given capacities come with every span that is given
+                least_spans.append(max(inputs.spans))
+        least_span = max(least_spans)
         return sorted((span for span in spans if span >= least_span), reverse=True)
 
     def span(self, name: str) -> int:
@@ -281,10 +280,9 @@ class Trials:
             max(*rows[LANGUAGE], ceil_divide(load, capacity))
             for capacity in spec.phases[LANGUAGE].capacities
         )
-        layers = self.layers(
-            {name: phase.capacities for name, phase in spec.phases.items()},
-            {name: phase.spans for name, phase in spec.phases.items()},
-        )
+        class_capacities = {name: phase.capacities for name, phase in spec.phases.items()}
+        class_spans = {name: phase.spans for name, phase in spec.phases.items()}
+        layers = self.layers(class_capacities, class_spans)
         ring = _balanced_ring(layers, [of_batch[0] for of_batch in runs], self.config.stages, cut)
         costs = layers.costs(ring)
         ticks = len(ring.chains) * sum(map(sum, rows.values())) * CHOICE.ticks_per_row
@@ -336,22 +334,21 @@ class Trials:
         key = tuple(tuple(capacities[name]) for name in self.inputs)
         if key not in self._runs:
             spec = self.spec(capacities)
-            self._runs[key] = [
-                [
-                    self._packed_sample(sample_number, capacity, spec)
-                    for capacity in capacities_to_try(np.arange(len(batch.examples)), batch, spec)
-                ]
-                for sample_number, batch in enumerate(self.samples)
-            ]
+            runs = []
+            for sample_number, batch in enumerate(self.samples):
+                all_examples = np.arange(len(batch.examples))
+                tried = capacities_to_try(all_examples, batch, spec)
+                runs.append([self._packed_sample(sample_number, c, spec) for c in tried])
+            self._runs[key] = runs
         return self._runs[key]
 
     def slots(self, name: str, capacities: Capacities) -> int:
         """Slots of a phase on a rank in all samples, each in the possible rows that have fewest."""
         class_slots = np.array(self.spec(capacities).phases[name].capacities)
-        return sum(
-            min(int(class_slots[run.phases[name].row_class].sum()) for run in of_batch)
-            for of_batch in self.runs(capacities)
-        )
+        total = 0
+        for of_batch in self.runs(capacities):
+            total += min(int(class_slots[run.phases[name].row_class].sum()) for run in of_batch)
+        return total
 
     def _packed_sample(self, number: int, capacity: int, spec: PlanSpec) -> RunRows:
         """A sample in rows of `spec`. The choice of examples that run together takes most of the
