@@ -122,13 +122,12 @@ def backward(
     blocks = list_blocks(chosen, experts, rows)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     flat_weights = weights.reshape(-1).astype(wide)
-    begin = (
-        jnp.zeros(x.shape, wide),
-        jnp.zeros(flat_weights.shape, wide),
-        Matrices(*(jnp.zeros(matrix.shape, wide) for matrix in matrices))
-        if wants_matrices
-        else None,
-    )
+    zero_x = jnp.zeros(x.shape, wide)
+    zero_weights = jnp.zeros(flat_weights.shape, wide)
+    zero_matrices = None
+    if wants_matrices:
+        zero_matrices = Matrices(*(jnp.zeros(matrix.shape, wide) for matrix in matrices))
+    begin = zero_x, zero_weights, zero_matrices
 
     def add_block(index: Array, sums: Sums) -> Sums:
         d_x, d_weights, d_matrices = sums
@@ -153,12 +152,11 @@ def backward(
         if d_matrices is not None:
             d_outputs = (weight * d_outputs).astype(x.dtype)
             factors = Matrices((inputs, d_gated), (inputs, d_raised), (hidden, d_outputs))
-            d_matrices = Matrices(
-                *(
-                    d_matrix.at[expert].add(jnp.matmul(left.T, right, preferred_element_type=wide))
-                    for d_matrix, (left, right) in zip(d_matrices, factors, strict=True)
-                )
-            )
+            added = []
+            for d_matrix, (left, right) in zip(d_matrices, factors, strict=True):
+                product = jnp.matmul(left.T, right, preferred_element_type=wide)
+                added.append(d_matrix.at[expert].add(product))
+            d_matrices = Matrices(*added)
         pair_slots = _unique_places(pairs, live, len(d_weights))
         return _add_at(d_x, tokens, d_inputs), _add_at(d_weights, pair_slots, d_weight), d_matrices
 
