@@ -91,14 +91,15 @@ def _component_and_adapter(
         path: (leaf.shape, axes[path].names) for path, leaf in leaves_by_path(component.shapes)
     }
     name = f"{ADAPTER}{component.name}"
+    adapter_component = make_component(
+        name,
+        lambda rngs: Adapter(adapter, matrices, parameters, rngs),
+        component.layout,
+        settings.of(name),
+    )
     return {
         component.name: replace(component, adapter_scale=adapter.scale),
-        name: make_component(
-            name,
-            lambda rngs: Adapter(adapter, matrices, parameters, rngs),
-            component.layout,
-            settings.of(name),
-        ),
+        name: adapter_component,
     }
 
 

@@ -164,12 +164,18 @@ class Decoder(nnx.Module):
                     *positions, config.window_rope_theta, dtype, interleaved=interleaved
                 )
                 window_rotation = Rotation.of(angles, multiplier)
+        documents = None
+        if rows.runs is not None:
+            documents = Documents(rows.runs, causal=True, window=config.window)
         return RowContext(
-            *(layout, ids, row_keys(layout, ids), rows.tiles, rotation, settings.attention),
+            layout=layout,
+            ids=ids,
+            keys=row_keys(layout, ids),
+            tiles=rows.tiles,
+            rotation=rotation,
+            kernel=settings.attention,
             windows=windows,
             window_rotation=window_rotation,
             experts=settings.experts,
-            documents=None
-            if rows.runs is None
-            else Documents(rows.runs, causal=True, window=config.window),
+            documents=documents,
         )

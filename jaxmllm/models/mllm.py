@@ -158,12 +158,13 @@ class MLLM:
 
             return jax.tree.map(leaf, part, component.axes_of(part))
 
-        return {
-            name: sums(phase, self.by_device(phase).components[name], trained[name])
-            for phase, record in self.phases.items()
-            for name in record.components
-            if name in trained
-        }
+        sums_of = {}
+        for phase, record in self.phases.items():
+            for name in record.components:
+                if name in trained:
+                    component = self.by_device(phase).components[name]
+                    sums_of[name] = sums(phase, component, trained[name])
+        return sums_of
 
     def init(self, seed: int, dtype: str, places: Params | None = None) -> Params:
         """New parameters on the mesh. Those of a component depend only on (seed, its name).
@@ -171,21 +172,20 @@ class MLLM:
         Args:
           places: shardings of the parameters; none: those of `abstract`.
         """
-        return {
-            name: init_component(
-                component, seed, dtype, shardings(component) if places is None else places[name]
-            )
-            for name, component in self.components.items()
-        }
+        params = {}
+        for name, component in self.components.items():
+            component_places = shardings(component) if places is None else places[name]
+            params[name] = init_component(component, seed, dtype, component_places)
+        return params
 
     def abstract(self, dtype: str) -> Params:
         """Shapes, types and shardings of the parameters."""
+
+        def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+
         return {
-            name: jax.tree.map(
-                lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
-                component.shapes,
-                shardings(component),
-            )
+            name: jax.tree.map(placed, component.shapes, shardings(component))
             for name, component in self.components.items()
         }
 

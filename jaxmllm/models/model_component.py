@@ -160,10 +160,13 @@ def _parameter_axes(variable: nnx.Variable[Any]) -> ParameterAxes:
 
 def _part(tree: Any, params: Params) -> Any:
     """The part of a tree like all parameters that belongs to some of them."""
-    return {
-        key: _part(tree[key], value) if isinstance(value, dict) else tree[key]
-        for key, value in params.items()
-    }
+    part = {}
+    for key, value in params.items():
+        if isinstance(value, dict):
+            part[key] = _part(tree[key], value)
+        else:
+            part[key] = tree[key]
+    return part
 
 
 def init_component(component: Component, seed: int, dtype: str, places: Any) -> Any:
