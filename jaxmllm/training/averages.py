@@ -62,7 +62,10 @@ def moved_averages(
 
 def with_averages(params: Params, averages: Params) -> Params:
     """The parameters, with averages in place of those that have any."""
-    return params | {
-        name: with_averages(params[name], average) if isinstance(average, dict) else average
-        for name, average in averages.items()
-    }
+    replaced = {}
+    for name, average in averages.items():
+        if isinstance(average, dict):
+            replaced[name] = with_averages(params[name], average)
+        else:
+            replaced[name] = average
+    return params | replaced

@@ -88,15 +88,21 @@ def evaluate(
     masked = {
         sources[i]: examples_drawn[i] - int(total.examples[i]) for i in sorted(examples_drawn)
     }
-    return {
-        "loss": float(total.loss.sum() / total.targets.sum()) if present else None,
-        "loss_by_source": {sources[i]: float(total.loss[i] / total.targets[i]) for i in present},
-        "exact_match": {sources[i]: float(total.exact[i] / total.examples[i]) for i in present},
+    loss = float(total.loss.sum() / total.targets.sum()) if present else None
+    loss_by_source = {sources[i]: float(total.loss[i] / total.targets[i]) for i in present}
+    exact_match = {sources[i]: float(total.exact[i] / total.examples[i]) for i in present}
+    results = {
+        "loss": loss,
+        "loss_by_source": loss_by_source,
+        "exact_match": exact_match,
         "examples": {sources[i]: int(total.examples[i]) for i in present},
         "masked_examples": sum(masked.values()),
         "masked_by_source": {source: examples for source, examples in masked.items() if examples},
         "failed_media": int(failed),
-    } | ({} if total.drawn is None else _generator_results(total.drawn, sources, patches))
+    }
+    if total.drawn is None:
+        return results
+    return results | _generator_results(total.drawn, sources, patches)
 
 
 def _generator_results(sums: FlowSums, sources: Sequence[str], planned: int) -> dict[str, Any]:

@@ -46,9 +46,9 @@ def optimizer_updates(
     """(updates, new state) by component, of the components that `grads` names."""
     update = make_optimizer(config).update
     updated = {name: update(grads[name], state[name], params[name]) for name in grads}
-    return {name: updates for name, (updates, _) in updated.items()}, {
-        name: new for name, (_, new) in updated.items()
-    }
+    updates = {name: of_component for name, (of_component, _) in updated.items()}
+    new_state = {name: of_component for name, (_, of_component) in updated.items()}
+    return updates, new_state
 
 
 def learning_rate(

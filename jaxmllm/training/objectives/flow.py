@@ -181,11 +181,13 @@ def flow_sums(
         band = jnp.minimum((times[0] * TIME_BANDS).astype(jnp.int32), TIME_BANDS - 1)
 
         def total(values: Array, group: Array, groups: int) -> Array:
-            return jax.lax.psum(sums_by_group(values, group, groups)[None], split)
+            return jax.lax.psum(sums_by_group(values[0], group, groups)[None], split)
 
         return FlowSums(
-            *(total(values[0], source, sources) for values in (losses, counted)),
-            *(total(values[0], band, TIME_BANDS) for values in (losses, counted)),
+            loss=total(losses, source, sources),
+            patches=total(counted, source, sources),
+            loss_by_time=total(losses, band, TIME_BANDS),
+            patches_by_time=total(counted, band, TIME_BANDS),
         )
 
     local = layout.local(on_device, (SLOTS, SLOTS, SLOTS, ("batch",), SLOTS), ("batch",))

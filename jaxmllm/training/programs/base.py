@@ -173,16 +173,14 @@ class Programs(abc.ABC):
     @property
     def local_share(self) -> LocalRanks:
         """The ranks of every phase and exchange whose rows and tables this host supplies."""
-        return LocalRanks(
-            phases={
-                phase: local_ranks(layout.rows, layout.ranks)
-                for phase, layout in self.layouts.items()
-            },
-            exchange={
-                phase: local_ranks(exchange.tables, math.prod(self.spec.routes[phase].grid.shape))
-                for phase, exchange in self.exchanges.items()
-            },
-        )
+        of_phases = {
+            phase: local_ranks(layout.rows, layout.ranks) for phase, layout in self.layouts.items()
+        }
+        of_exchanges = {}
+        for phase, exchange in self.exchanges.items():
+            exchange_ranks = math.prod(self.spec.routes[phase].grid.shape)
+            of_exchanges[phase] = local_ranks(exchange.tables, exchange_ranks)
+        return LocalRanks(phases=of_phases, exchange=of_exchanges)
 
     # ------------------------------------------------------------------ running
 
@@ -342,6 +340,12 @@ class Programs(abc.ABC):
         return self.functions.model.abstract(self.param_dtype)
 
     def _abstract_state(self, params: Any) -> TrainState:
+        def replicated(leaf: Any) -> jax.ShapeDtypeStruct:
+            return self._replicated_shape(leaf.shape, leaf.dtype)
+
+        def placed_as(leaf: Any, like: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding)
+
         state = jax.eval_shape(self.functions.init, params)
         trained, _ = self.functions.model.trainable.split(params)
         # Moments are like their parameter in shape, type and sharding; counts are on all devices.
@@ -351,22 +355,16 @@ class Programs(abc.ABC):
                 lambda _, parameter: parameter,
                 component,
                 trained[name],
-                transform_non_params=lambda leaf: self._replicated_shape(leaf.shape, leaf.dtype),
+                transform_non_params=replicated,
             )
             for name, component in state.optimizer.items()
         }
         averages = state.averages
         if averages is not None:  # sharded as the parameters are
-            averages = jax.tree.map(
-                lambda leaf, like: jax.ShapeDtypeStruct(
-                    leaf.shape, leaf.dtype, sharding=like.sharding
-                ),
-                averages,
-                {name: trained[name] for name in averages},
-            )
+            averaged = {name: trained[name] for name in averages}
+            averages = jax.tree.map(placed_as, averages, averaged)
         counters = jax.tree.map(
-            lambda leaf: self._replicated_shape(leaf.shape, leaf.dtype),
-            state._replace(params=None, optimizer=None, averages=None),
+            replicated, state._replace(params=None, optimizer=None, averages=None)
         )
         return counters._replace(params=params, optimizer=optimizer, averages=averages)
 

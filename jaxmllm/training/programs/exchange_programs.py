@@ -149,14 +149,13 @@ class ExchangePrograms:
         hop_number = jax.ShapeDtypeStruct(
             (), np.int32, sharding=NamedSharding(self.exchange.mesh, P())
         )
+        prefix = "d_" if way else ""
+        hop_arguments = (source, buffer, hop_number, *send)
+        deliver_arguments = (source, buffer, target, gather)
         return {
-            ProgramName("zero", f"{'d_' if way else ''}buffer of {self.owner}"): zeros_job(buffer),
-            ProgramName(f"hop{way}", self.owner): Job(
-                hop, (source, buffer, hop_number, *send), buffer, (1,)
-            ),
-            ProgramName(f"deliver{way}", self.owner): Job(
-                deliver, (source, buffer, target, gather), target, (2,)
-            ),
+            ProgramName("zero", f"{prefix}buffer of {self.owner}"): zeros_job(buffer),
+            ProgramName(f"hop{way}", self.owner): Job(hop, hop_arguments, buffer, (1,)),
+            ProgramName(f"deliver{way}", self.owner): Job(deliver, deliver_arguments, target, (2,)),
         }
 
     def _abstract_tables(self) -> tuple[Any, Any, Any, Any]:

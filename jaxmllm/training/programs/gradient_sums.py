@@ -42,14 +42,11 @@ class GradientSums:
     def whole_bytes(self) -> dict[str, int]:
         """Bytes of all sums of a component on a device, by component with whole sums."""
         components = self._model.components
-        return {
-            name: sum(
-                math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-                for leaf in jax.tree.leaves(sums)
-            )
-            for name, sums in self.abstract.items()
-            if components[name].settings.reduce == "step"
-        }
+        whole_bytes = {}
+        for name, sums in self.abstract.items():
+            if components[name].settings.reduce == "step":
+                whole_bytes[name] = sum(map(_device_bytes, jax.tree.leaves(sums)))
+        return whole_bytes
 
     def jobs(self) -> Jobs:
         """Zeroed sums, and the only program of a step in which replicas communicate."""
@@ -71,12 +68,11 @@ class GradientSums:
             return sums
         # In the order of the leaves, in which the map below consumes them.
         totals = iter(call("add_replicas")(unfinished))
-        return jax.tree.map(
-            lambda one, abstract, total: one if _is_gradient(abstract, total) else next(totals),
-            sums,
-            self.abstract,
-            self._trained,
-        )
+
+        def finished(one: Any, abstract: Any, total: Any) -> Any:
+            return one if _is_gradient(abstract, total) else next(totals)
+
+        return jax.tree.map(finished, sums, self.abstract, self._trained)
 
     def _unfinished_leaves(self, tree: Any) -> list[Any]:
         """The leaves of a tree like the sums, at those sums that are not gradients yet."""
@@ -99,6 +95,12 @@ class GradientSums:
 
         trained = self._trained[name]
         return jax.tree.map(leaf, trained, component.axes_of(trained))
+
+
+def _device_bytes(leaf: Any) -> int:
+    """Bytes of a device's part of an abstract array."""
+    size = math.prod(leaf.sharding.shard_shape(leaf.shape))
+    return size * int(leaf.dtype.itemsize)
 
 
 def _is_gradient(sums: Any, total: Any) -> bool:

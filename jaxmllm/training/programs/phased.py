@@ -98,13 +98,12 @@ class PhasedPrograms(GeneratorPrograms):
 
     def put(self, batch: HostStep) -> DeviceStep:
         """Start the transfer of this host's rows and tables."""
-        rows = {
-            phase: [
-                self._put_row(phase, row, span)
-                for row, span in zip(phase_rows, batch.spans[phase], strict=True)
+        rows = {}
+        for phase, phase_rows in batch.rows.items():
+            spans = batch.spans[phase]
+            rows[phase] = [
+                self._put_row(phase, row, span) for row, span in zip(phase_rows, spans, strict=True)
             ]
-            for phase, phase_rows in batch.rows.items()
-        }
         tables = {
             phase: [self._exchange_programs[phase].put(round_) for round_ in rounds]
             for phase, rounds in batch.rounds.items()
@@ -325,11 +324,12 @@ class PhasedPrograms(GeneratorPrograms):
         if phase == LANGUAGE:
             returns = self.functions.trains_states
         sums = self._zeros("sums")
+        phase_sums = sums.drawn if phase in self.generators else sums._replace(drawn=None)
         return PhaseBuffers(
             pool=self._zeros(owner),
             d_pool=self._zeros(f"d_{owner}") if returns else None,
             gradients=self._grads_of(self._zeros("gradients"), phase),
-            sums=sums.drawn if phase in self.generators else sums._replace(drawn=None),
+            sums=phase_sums,
             failed=self._zeros("failed"),
         )
 
@@ -520,16 +520,15 @@ class PhasedPrograms(GeneratorPrograms):
     @property
     def trained_exchanges(self) -> tuple[str, ...]:
         """Owners of the exchanges that carry gradients back."""
-        trained = (
-            owner
-            for phase, owner in self.exchange_owner.items()
-            if (
-                self.functions.trains_states
-                if phase in self.generators
-                else self.functions.trainable_of(phase)
-            )
-        )
-        return tuple(dict.fromkeys(trained))
+        owners = []
+        for phase, owner in self.exchange_owner.items():
+            if phase in self.generators:
+                goes_back = self.functions.trains_states
+            else:
+                goes_back = bool(self.functions.trainable_of(phase))
+            if goes_back:
+                owners.append(owner)
+        return tuple(dict.fromkeys(owners))
 
     def _put_row(
         self, phase: str, row: Mapping[str, Any], span: int

@@ -199,11 +199,11 @@ class StagedPrograms(Programs):
             f"slots {_size_text(slots)}, boxes {_size_text(boxes)}, sums of gradients {_size_text(self.held_sums)}"
         ]
         for c, phase in enumerate(self.functions.model.phases):
-            of_phase = [
-                f"{pool.words} {slot_count} x {_size_text(held.pools[pool, c] / slot_count)}"
-                for (pool, chain), slot_count in held.slots.items()
-                if chain == c
-            ]
+            of_phase = []
+            for (pool, chain), slot_count in held.slots.items():
+                if chain == c:
+                    slot_bytes = held.pools[pool, c] / slot_count
+                    of_phase.append(f"{pool.words} {slot_count} x {_size_text(slot_bytes)}")
             backward = held.boxes.get((Pool.RESIDUAL, c))
             if backward is not None:
                 of_phase.append(f"backward of a chunk {_size_text(backward)}")
@@ -278,9 +278,11 @@ class StagedPrograms(Programs):
 
     def _jobs(self, formats: Mapping[str, RowFormat]) -> Jobs:
         saved = self.saved_state
-        results: Any = (self.trained, self._abstract_sums(), self._scalar_shape(np.int32))
+        sums = self._abstract_sums()
+        failed: Any = self._scalar_shape(np.int32)
+        results: Any = (self.trained, sums, failed)
         rows = self.rows
-        evaluated: Any = Evaluated(results[1], results[2])
+        evaluated: Any = Evaluated(sums, failed)
         table = self._abstract_table(self.sizes.training)
         return self._common_jobs(self.trained) | {
             ProgramName("gradients"): Job(
