@@ -150,13 +150,15 @@ class Exchange(LayoutPair):
 
         by_rank = layout.rows.spec
         by_exchange_rank = self.tables.spec
-        return jax.shard_map(
+        of_tables = [by_exchange_rank] * len(tables)
+        hop = jax.shard_map(
             on_device,
             mesh=self.mesh,
-            in_specs=(by_rank, by_exchange_rank, P(), *(by_exchange_rank for _ in tables)),
+            in_specs=(by_rank, by_exchange_rank, P(), *of_tables),
             out_specs=by_exchange_rank,
             check_vma=False,
-        )(source, buffer, hop_index, *tables)
+        )
+        return hop(source, buffer, hop_index, *tables)
 
     def _deliver(
         self,

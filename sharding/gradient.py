@@ -38,13 +38,13 @@ class KeptForward:
     it in each of them while tracing: shapes alone decide which values are residuals."""
 
     def __init__(self, function: Callable[[Params, Tree], Tree], params: Params, row: Tree):
-        self._passes = _Linearized(
-            lambda params, row: jax.vjp(
-                lambda trained: function(Params(trained, params.frozen), row), params.trained
-            ),
-            params,
-            row,
-        )
+        def linearized(params: Params, row: Tree) -> tuple[Tree, Any]:
+            def of_trained(trained: Tree) -> Tree:
+                return function(Params(trained, params.frozen), row)
+
+            return jax.vjp(of_trained, params.trained)
+
+        self._passes = _Linearized(linearized, params, row)
         self.y = self._passes.y
         of_params, of_row = map(self._passes.depends_on, range(2))
         # `backward` receives params and row, and recomputes what depends on at most one of them.
@@ -92,16 +92,14 @@ class LayerGradient:
         row: Tree,
     ):
         self._params, self._x, self._row = jax.tree.map(_shape, (params, x, row))
-        self._passes = _Linearized(
-            lambda params, x, row: jax.vjp(
-                lambda trained, x: layer(Params(trained, params.frozen), x, row),
-                params.trained,
-                x,
-            ),
-            params,
-            x,
-            row,
-        )
+
+        def linearized(params: Params, x: Tree, row: Tree) -> tuple[Tree, Any]:
+            def of_trained_and_x(trained: Tree, x: Tree) -> Tree:
+                return layer(Params(trained, params.frozen), x, row)
+
+            return jax.vjp(of_trained_and_x, params.trained, x)
+
+        self._passes = _Linearized(linearized, params, x, row)
         self._depends_on_x = self._passes.depends_on(1)
         self.residuals = _select(self._passes.leaves, self._depends_on_x)
         # For each residual: the leaf of x that it is, or None

@@ -109,10 +109,9 @@ class _AskedLeaves(NamedTuple):
     def parted(self, tree: Tree) -> Params:
         """The leaves that need gradients, and the others; each with None in the others' places."""
         leaves = list(zip(jax.tree.leaves(tree), self.flags, strict=True))
-        return Params(
-            [leaf if asked else None for leaf, asked in leaves],
-            [None if asked else leaf for leaf, asked in leaves],
-        )
+        asked_leaves = [leaf if asked else None for leaf, asked in leaves]
+        others = [None if asked else leaf for leaf, asked in leaves]
+        return Params(asked_leaves, others)
 
     def joined(self, asked: Sequence[Any], others: Sequence[Any]) -> Tree:
         """The tree made of the two lists that `parted` returns."""

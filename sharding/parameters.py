@@ -145,27 +145,32 @@ def _restricted_specs(axes: tuple[str, ...], tree: Any) -> Any:
 
 def kept_spec(spec: P, axes: Collection[str]) -> P:
     """A partition spec restricted to some of the mesh's axes."""
-    dimensions = (tuple(axis for axis in _axes_tuple(names) if axis in axes) for names in spec)
-    return P(*(dimension or None for dimension in dimensions))
+    dimensions = []
+    for names in spec:
+        kept = tuple(axis for axis in _axes_tuple(names) if axis in axes)
+        dimensions.append(kept or None)
+    return P(*dimensions)
 
 
 def is_split(layout: Layout, axes: Axes) -> bool:
     """Whether devices that have different rows, and run the code here one by one (manual axes),
     hold parts of a parameter that each gathers whole. False for experts: each keeps its own."""
-    split, kept = (
-        {axis for names in dimensions for axis in names if layout.mesh.shape[axis] > 1}
-        for dimensions in (_gather_axes(layout, axes), map(layout.mesh_axes, kept_axes(axes)))
-    )
+    sizes = layout.mesh.shape
+    gathered_over = _gather_axes(layout, axes)
+    kept_over = map(layout.mesh_axes, kept_axes(axes))
+    split = {axis for names in gathered_over for axis in names if sizes[axis] > 1}
+    kept = {axis for names in kept_over for axis in names if sizes[axis] > 1}
     return bool(split) and not kept & layout.manual_axes
 
 
 def deferred(layout: Layout, shard: jax.Array, axes: Axes, dtype: Any) -> Deferred:
     """A shard as a `Deferred` parameter, whose whole gradient has the type `dtype`."""
-    shard_counts = (
-        math.prod(layout.mesh.shape[axis] for axis in names) for names in _gather_axes(layout, axes)
-    )
-    shape = tuple(length * n for length, n in zip(shard.shape, shard_counts, strict=True))
-    return Deferred(shard, jnp.zeros(shape, dtype))
+    sizes = layout.mesh.shape
+    shape = []
+    for length, names in zip(shard.shape, _gather_axes(layout, axes), strict=True):
+        shards = math.prod(sizes[axis] for axis in names)
+        shape.append(length * shards)
+    return Deferred(shard, jnp.zeros(tuple(shape), dtype))
 
 
 def differentiated(parameter: Any) -> jax.Array:
@@ -204,13 +209,14 @@ def reduced(
 
     # Manual along all axes: XLA's partitioner cannot copy between arrays manual along only some
     inside_spec = inside.spec(kept_axes(axes))
+    shard_axes = [
+        names or inside_axes for names, inside_axes in zip(shards, inside_spec, strict=True)
+    ]
     return jax.shard_map(
         on_device,
         mesh=layout.mesh,
         in_specs=P(devices, *inside_spec),
-        out_specs=P(
-            *(names or inside_axes for names, inside_axes in zip(shards, inside_spec, strict=True))
-        ),
+        out_specs=P(*shard_axes),
         check_vma=False,
     )
 
@@ -324,10 +330,13 @@ def _manual_split_axes(layout: Layout) -> tuple[str, ...]:
 def _gather_axes(layout: Layout, axes: Axes) -> list[tuple[str, ...]]:
     """For each dimension of a parameter, the manual axes along which it must be gathered."""
     manual = layout.manual_axes
-    return [
-        () if name in KEPT_AXES else tuple(a for a in layout.mesh_axes(name) if a in manual)
-        for name in axes
-    ]
+    gather_axes: list[tuple[str, ...]] = []
+    for name in axes:
+        if name in KEPT_AXES:
+            gather_axes.append(())
+        else:
+            gather_axes.append(tuple(axis for axis in layout.mesh_axes(name) if axis in manual))
+    return gather_axes
 
 
 # The collectives below run inside `Layout.local`: outside, XLA would first gather, over the axes

@@ -200,9 +200,14 @@ class _GraphBuilder:
         input_time = work.input_gradient.tolist()
         weight_time = work.weight_gradient.tolist()
         depths, microbatches = work.shape
-        forward, entry, back, weight = (
-            [[NONE] * microbatches for _ in range(depths)] for _ in range(4)
-        )
+
+        def no_operations() -> Numbers:
+            return [[NONE] * microbatches for _ in range(depths)]
+
+        forward = no_operations()
+        entry = no_operations()
+        back = no_operations()
+        weight = no_operations()
         fused = depths - 1 if self.fused and c == len(self.ring.chains) - 1 else NONE
         for d in range(depths):
             for m in range(microbatches):
@@ -265,12 +270,13 @@ class _GraphBuilder:
         for c in reversed(range(chains)):
             for m in range(self.workload.chains[c].shape[1]):
                 if (c, m) in group_of:
-                    groups[c].append((group_of[c, m],) * 2)
+                    group = group_of[c, m]
+                    groups[c].append((group, group))
                 else:
                     of_users = [groups[self.ring.readers[c]][user] for user in self.consumers[c][m]]
-                    groups[c].append(
-                        (min(first for first, _ in of_users), max(last for _, last in of_users))
-                    )
+                    first_group = min(first for first, _ in of_users)
+                    last_group = max(last for _, last in of_users)
+                    groups[c].append((first_group, last_group))
         return groups
 
     def _connect_chunks(self, c: int) -> None:

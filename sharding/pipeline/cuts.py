@@ -272,15 +272,17 @@ def partition(
             placed = _place_as_segments(weights, stages, per_rank)
         case "parallel":
             placed = _place_in_parallel(weights, stages)
-    laid = [
-        replace(
-            _chain_of_chunks(name, placed[name], costs[name]),
-            reader=reading.readers.get(name, ""),
-            has_loss=name in reading.losses,
-            optional=name in reading.optional,
+    laid = []
+    for name in chains:
+        chain = _chain_of_chunks(name, placed[name], costs[name])
+        laid.append(
+            replace(
+                chain,
+                reader=reading.readers.get(name, ""),
+                has_loss=name in reading.losses,
+                optional=name in reading.optional,
+            )
         )
-        for name in chains
-    ]
     return Ring(stages, tuple(laid))
 
 

@@ -116,12 +116,19 @@ def _layer_cost(layer: Layer, up: bool) -> LayerCost:
     flows = up or layer.trainable
     weights = round(layer.linear * layer.trained_share) if layer.trainable else 0
     again = round(layer.linear * layer.linear_again) + layer.attention * layer.attention_again
+    input_grad = 0
+    weight_grad = weights
+    if up:
+        input_grad = layer.linear + attention_backward + again
+    elif flows:
+        weight_grad += attention_backward + again
+    recompute = forward if flows else 0
     return LayerCost(
         forward=forward,
-        input_grad=layer.linear + attention_backward + again if up else 0,
-        weight_grad=weights + (attention_backward + again if flows and not up else 0),
-        recompute=forward if flows else 0,
-        unread=forward if flows and layer.keeps_input_alone else 0,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        recompute=recompute,
+        unread=recompute if layer.keeps_input_alone else 0,
     )
 
 
@@ -150,10 +157,11 @@ def chain_work(chain: Chain, costs: Sequence[Sequence[LayerCost]]) -> ChainWork:
         may be the same object, whose sums by chunk are then made once.
     """
     by_id = {id(row_costs): chunk_costs(chain, row_costs) for row_costs in costs}
-    columns = np.array(
-        [[cost.columns for cost in by_id[id(row_costs)]] for row_costs in costs],
-        np.int64,
-    )
+    row_columns = []
+    for row_costs in costs:
+        chunks = by_id[id(row_costs)]
+        row_columns.append([chunk.columns for chunk in chunks])
+    columns = np.array(row_columns, np.int64)
     # [M, D, 4] becomes [4, D, M]; without microbatches the reshape makes [0, D, 4].
     forward, input_grad, weight_grad, recompute = columns.reshape(-1, chain.depth, 4).transpose(
         2,

@@ -119,13 +119,10 @@ class _Proof:
             )
         # All ranks send before any of them receives: a slot may be sent and filled in the same
         # tick.
-        sent = [
-            [
-                self._send(tick, rank, row, results[rank], wire)
-                for wire in range(len(self.spec.wires))
-            ]
-            for rank, row in enumerate(rows)
-        ]
+        wires = range(len(self.spec.wires))
+        sent = []
+        for rank, row in enumerate(rows):
+            sent.append([self._send(tick, rank, row, results[rank], wire) for wire in wires])
         for rank, row in enumerate(rows):
             self.where = f"tick {tick}, rank {rank}"
             self._receive(tick, rank, row, sent)

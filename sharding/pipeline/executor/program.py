@@ -52,12 +52,12 @@ class Program:
     def operate(self, pools: Pools, work: Work, row: Row) -> Work:
         """Do the operation that a row names; a rank that waits does nothing."""
         for c in range(len(self.components)):
-            branches = [
-                (kind, k, branch)
-                for kind in Kind
-                for k in range(len(self.rows[c]))
-                if (branch := self._branch(c, k, kind, row))
-            ]
+            branches = []
+            for kind in Kind:
+                for k in range(len(self.rows[c])):
+                    branch = self._branch(c, k, kind, row)
+                    if branch:
+                        branches.append((kind, k, branch))
             values = self._row_values(pools, work, c, row)
 
             def component(
@@ -186,12 +186,11 @@ class Program:
         work = work._replace(scratch=work.scratch | {residual_key: (stack, with_corner(y_box, y))})
         # At the last chunk dy is not read, but it has the right shape.
         dy = y if values.dy is None else values.dy
-        dy, work = self._apply_if_last(
-            c,
-            row,
-            lambda carry: self._back_through_last(c, k, row, data, y, values, carry),
-            (dy, work),
-        )
+
+        def through_last(carry: Any) -> Any:
+            return self._back_through_last(c, k, row, data, y, values, carry)
+
+        dy, work = self._apply_if_last(c, row, through_last, (dy, work))
         dx, work = self._back_through_layers(c, k, work, row, data, stack, dy, split)
         gradient_key = (Pool.GRADIENT, c)
         if gradient_key in work.scratch:
@@ -459,10 +458,13 @@ class Program:
 
         def add(totals: Tree, weights: list[Array]) -> Tree:
             remaining = iter(weights)
-            added = [
-                total + next(remaining).astype(total.dtype) if used else total
-                for total, used in zip(jax.tree.leaves(totals), uses, strict=True)
-            ]
+            added = []
+            for total, used in zip(jax.tree.leaves(totals), uses, strict=True):
+                if used:
+                    weight = next(remaining)
+                    added.append(total + weight.astype(total.dtype))
+                else:
+                    added.append(total)
             return jax.tree.unflatten(tree, added)
 
         def argument_first(cotangent: Tree) -> tuple[Tree, list[Array]]:

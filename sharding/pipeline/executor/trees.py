@@ -59,12 +59,14 @@ def fits(value: Tree, tree: Tree) -> bool:
     """Whether a value fits into the corners of a tree's leaves, with the same types."""
     new = jax.tree.leaves(value)
     old = jax.tree.leaves(tree)
-    return len(new) == len(old) and all(
-        new_leaf.dtype == leaf.dtype
-        and len(new_leaf.shape) == len(leaf.shape)
-        and all(size <= room for size, room in zip(new_leaf.shape, leaf.shape, strict=True))
-        for new_leaf, leaf in zip(new, old, strict=True)
-    )
+    if len(new) != len(old):
+        return False
+    for new_leaf, leaf in zip(new, old, strict=True):
+        if new_leaf.dtype != leaf.dtype or len(new_leaf.shape) != len(leaf.shape):
+            return False
+        if any(size > room for size, room in zip(new_leaf.shape, leaf.shape, strict=True)):
+            return False
+    return True
 
 
 def add_at(tree: Tree, index: Array, value: Tree) -> Tree:

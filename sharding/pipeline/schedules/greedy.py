@@ -203,16 +203,18 @@ class _LookupTables:
                 writes[n].append(index)
             for n in buffer.readers:
                 reads[n].append(index)
+        sides = [SIDES.get(Kind(kind), BACKWARD_SIDE) for _, _, _, kind in class_numbers]
+        # A value with hops is summed before it is sent, so its last writer makes it arrive.
+        opens = [len(buffer.writers) if buffer.hops else 1 for buffer in graph.buffers]
         return _LookupTables(
             graph=graph,
             class_of=tuple(class_of),
             rank_classes=tuple(map(tuple, rank_classes)),
-            side=tuple(SIDES.get(Kind(key[3]), BACKWARD_SIDE) for key in class_numbers),
+            side=tuple(sides),
             writes=tuple(map(tuple, writes)),
             reads=tuple(map(tuple, reads)),
             rank_pool=tuple(buffer.rank_pool for buffer in graph.buffers),
-            # A value with hops is summed before it is sent, so its last writer makes it arrive.
-            opens=tuple(len(buffer.writers) if buffer.hops else 1 for buffer in graph.buffers),
+            opens=tuple(opens),
         )
 
 
@@ -237,10 +239,10 @@ class _GreedyRun:
         self.work: list[int] = graph.rank_work.tolist()  # of each rank, still to be done
         # By class: (priority, operation)
         self.heaps: list[list[tuple[int, int]]] = [[] for _ in lookup.side]
-        self.free: dict[RankPool, int] = {
-            rank_pool: graph.size if slots is None else slots.get(rank_pool[:2], 0)
-            for rank_pool in lookup.rank_pool
-        }
+        self.free: dict[RankPool, int] = {}
+        for rank_pool in lookup.rank_pool:
+            pool_key = rank_pool[:2]
+            self.free[rank_pool] = graph.size if slots is None else slots.get(pool_key, 0)
         self.written = [0] * len(graph.buffers)
         self.unread = [len(buffer.readers) for buffer in graph.buffers]
         # Operations of each language microbatch
@@ -353,17 +355,14 @@ class _GreedyRun:
         near = self.policy.near
         late = self.policy.late
         turn = self.policy.turn
-        worths = [
-            [
-                (
-                    late * (side != WEIGHT_SIDE) + turn * (side != previous) - self.priority[n],
-                    duration,
-                    n,
-                )
-                for duration, side, n in rank_choices
-            ]
-            for rank_choices, previous in zip(choices, last_side, strict=True)
-        ]
+        priority = self.priority
+        worths = []
+        for rank_choices, previous in zip(choices, last_side, strict=True):
+            rank_worths = []
+            for duration, side, n in rank_choices:
+                worth = late * (side != WEIGHT_SIDE) + turn * (side != previous) - priority[n]
+                rank_worths.append((worth, duration, n))
+            worths.append(rank_worths)
         best_share = -1.0
         best_row = [WAITS] * len(choices)
         for length in sorted(

@@ -119,10 +119,11 @@ def _sorted_units(
     graph: Graph, operations: dict[tuple[int, int, int], list[int]], width: int
 ) -> Units:
     """Units in the order of their keys, `width` at a time joined into one."""
-    units = [
-        sorted(operations[key], key=lambda n: (graph.microbatch[n], graph.kind[n]))
-        for key in sorted(operations)
-    ]
+
+    def in_unit(n: int) -> tuple[int, int]:
+        return graph.microbatch[n], graph.kind[n]
+
+    units = [sorted(operations[key], key=in_unit) for key in sorted(operations)]
     if width == 1:
         return units
     return [_flatten(units[start : start + width]) for start in range(0, len(units), max(1, width))]
