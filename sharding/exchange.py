@@ -150,15 +150,15 @@ class Exchange(LayoutPair):
 
         by_rank = layout.rows.spec
         by_exchange_rank = self.tables.spec
-        of_tables = [by_exchange_rank] * len(tables)
-        hop = jax.shard_map(
+        table_specs = [by_exchange_rank] * len(tables)
+        hop_on_devices = jax.shard_map(
             on_device,
             mesh=self.mesh,
-            in_specs=(by_rank, by_exchange_rank, P(), *of_tables),
+            in_specs=(by_rank, by_exchange_rank, P(), *table_specs),
             out_specs=by_exchange_rank,
             check_vma=False,
         )
-        return hop(source, buffer, hop_index, *tables)
+        return hop_on_devices(source, buffer, hop_index, *tables)
 
     def _deliver(
         self,

@@ -168,8 +168,8 @@ def deferred(layout: Layout, shard: jax.Array, axes: Axes, dtype: Any) -> Deferr
     sizes = layout.mesh.shape
     shape = []
     for length, names in zip(shard.shape, _gather_axes(layout, axes), strict=True):
-        shards = math.prod(sizes[axis] for axis in names)
-        shape.append(length * shards)
+        shard_count = math.prod(sizes[axis] for axis in names)
+        shape.append(length * shard_count)
     return Deferred(shard, jnp.zeros(tuple(shape), dtype))
 
 
@@ -209,14 +209,14 @@ def reduced(
 
     # Manual along all axes: XLA's partitioner cannot copy between arrays manual along only some
     inside_spec = inside.spec(kept_axes(axes))
-    shard_axes = [
+    result_spec = [
         names or inside_axes for names, inside_axes in zip(shards, inside_spec, strict=True)
     ]
     return jax.shard_map(
         on_device,
         mesh=layout.mesh,
         in_specs=P(devices, *inside_spec),
-        out_specs=P(*shard_axes),
+        out_specs=P(*result_spec),
         check_vma=False,
     )
 
@@ -330,13 +330,12 @@ def _manual_split_axes(layout: Layout) -> tuple[str, ...]:
 def _gather_axes(layout: Layout, axes: Axes) -> list[tuple[str, ...]]:
     """For each dimension of a parameter, the manual axes along which it must be gathered."""
     manual = layout.manual_axes
-    gather_axes: list[tuple[str, ...]] = []
-    for name in axes:
-        if name in KEPT_AXES:
-            gather_axes.append(())
-        else:
-            gather_axes.append(tuple(axis for axis in layout.mesh_axes(name) if axis in manual))
-    return gather_axes
+    return [
+        ()
+        if name in KEPT_AXES
+        else tuple(axis for axis in layout.mesh_axes(name) if axis in manual)
+        for name in axes
+    ]
 
 
 # The collectives below run inside `Layout.local`: outside, XLA would first gather, over the axes

@@ -137,7 +137,7 @@ def backward(
     inputs = q, k, v, d_out, *sums_of_tiles
 
     own, keys, sums = _query_specs(cut, group, key_slots)
-    query_gradients = call(
+    query_kernel = call(
         partial(_query_gradients_kernel, scale, cut),
         grid=(slots // cut.own, heads, rows),
         in_specs=[
@@ -153,12 +153,12 @@ def backward(
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         name="attention_queries",
     )
-    dq = query_gradients(*inputs, mask.queries, mask.keys, mask.query_tiles)
+    dq = query_kernel(*inputs, mask.queries, mask.keys, mask.query_tiles)
 
     own = pl.BlockSpec((None, cut.own, None, cut.columns), lambda j, g, r: (r, j, g, 0))
     queries = pl.BlockSpec((None, slots, group, cut.columns), lambda j, g, r: (r, 0, g, 0))
     sums = pl.BlockSpec((None, group, slots), lambda j, g, r: (r, g, 0))
-    key_gradients = call(
+    key_kernel = call(
         partial(_key_gradients_kernel, scale, cut, group),
         grid=(key_slots // cut.own, key_heads, rows),
         in_specs=[
@@ -174,7 +174,7 @@ def backward(
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)],
         name="attention_keys",
     )
-    dk, dv = key_gradients(*inputs, mask.keys, mask.queries, mask.key_tiles)
+    dk, dv = key_kernel(*inputs, mask.keys, mask.queries, mask.key_tiles)
     return dq, dk, dv
 
 
@@ -202,12 +202,12 @@ def _query_specs(
 ) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
     """Specs for programs (tile of queries, head, row): of the tile, of all keys of its head, and of
     one number per query."""
-    tile = pl.BlockSpec((None, cut.own, None, cut.columns), lambda i, h, r: (r, i, h, 0))
+    own = pl.BlockSpec((None, cut.own, None, cut.columns), lambda i, h, r: (r, i, h, 0))
     all_keys = pl.BlockSpec(
         (None, keys, None, cut.columns), lambda i, h, r: (r, 0, lax.div(h, group), 0)
     )
     sums = pl.BlockSpec((None, None, cut.own), lambda i, h, r: (r, h, i))
-    return tile, all_keys, sums
+    return own, all_keys, sums
 
 
 def _mask_specs(cut: Cut, own: TokenIds, others: TokenIds, tiles: TileLists) -> list[Any]:

@@ -163,7 +163,7 @@ def _put(blocks: Array, i: Array, block: Array) -> Array:
 def _masked_logits(logits: Array, partial: Array, query_ids: TokenIds, key_ids: TokenIds) -> Array:
     """Logits [G, M, b] of one tile, -inf where invisible; ids are [b]."""
 
-    def mask() -> Array:
+    def partial_mask() -> Array:
         query_rows = query_ids.map(lambda column: column[:, None])
         return visible(query_rows, key_ids)
 
@@ -172,7 +172,7 @@ def _masked_logits(logits: Array, partial: Array, query_ids: TokenIds, key_ids: 
     # long where most tiles are partial. A mask of numbers instead is large enough for XLA to split
     # over threads, which doubled the time of a partial tile on CPU.
     shape = (query_ids.document.size, key_ids.document.size)
-    seen = lax.cond(partial, mask, lambda: jnp.ones(shape, bool))
+    seen = lax.cond(partial, partial_mask, lambda: jnp.ones(shape, bool))
     # M is (heads that share a key head) * (slots of the block)
     by_head = logits.reshape(len(logits), -1, *shape)
     return jnp.where(seen, by_head, -jnp.inf).reshape(logits.shape)

@@ -158,13 +158,13 @@ class MLLM:
 
             return jax.tree.map(leaf, part, component.axes_of(part))
 
-        sums_of = {}
+        by_component = {}
         for phase, record in self.phases.items():
             for name in record.components:
                 if name in trained:
                     component = self.by_device(phase).components[name]
-                    sums_of[name] = sums(phase, component, trained[name])
-        return sums_of
+                    by_component[name] = sums(phase, component, trained[name])
+        return by_component
 
     def init(self, seed: int, dtype: str, places: Params | None = None) -> Params:
         """New parameters on the mesh. Those of a component depend only on (seed, its name).

@@ -160,13 +160,10 @@ def _parameter_axes(variable: nnx.Variable[Any]) -> ParameterAxes:
 
 def _part(tree: Any, params: Params) -> Any:
     """The part of a tree like all parameters that belongs to some of them."""
-    part = {}
-    for key, value in params.items():
-        if isinstance(value, dict):
-            part[key] = _part(tree[key], value)
-        else:
-            part[key] = tree[key]
-    return part
+    return {
+        key: _part(tree[key], value) if isinstance(value, dict) else tree[key]
+        for key, value in params.items()
+    }
 
 
 def init_component(component: Component, seed: int, dtype: str, places: Any) -> Any:

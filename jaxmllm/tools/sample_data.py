@@ -144,6 +144,7 @@ def _make_split(out: Path, split: str, seed: int, examples: int) -> Split:
 
     rng = random_of(seed, split, "questions")
     share = examples // len(KINDS)
+    # All kinds draw from `rng`, so their order here decides what is drawn.
     asked = {
         "picture": _ask_one(rng, "picture", "image", pictures, tuple(COLOURS), share),
         "sound": _ask_one(rng, "sound", "audio", clips, SOUNDS, share),

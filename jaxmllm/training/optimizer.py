@@ -46,8 +46,8 @@ def optimizer_updates(
     """(updates, new state) by component, of the components that `grads` names."""
     update = make_optimizer(config).update
     updated = {name: update(grads[name], state[name], params[name]) for name in grads}
-    updates = {name: of_component for name, (of_component, _) in updated.items()}
-    new_state = {name: of_component for name, (_, of_component) in updated.items()}
+    updates = {name: component_updates for name, (component_updates, _) in updated.items()}
+    new_state = {name: component_state for name, (_, component_state) in updated.items()}
     return updates, new_state
 
 

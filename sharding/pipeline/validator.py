@@ -117,9 +117,9 @@ class _Proof:
             results.append(
                 None if row["action"] == IDLE else self._check_operation(tick, rank, row)
             )
+        wires = range(len(self.spec.wires))
         # All ranks send before any of them receives: a slot may be sent and filled in the same
         # tick.
-        wires = range(len(self.spec.wires))
         sent = []
         for rank, row in enumerate(rows):
             sent.append([self._send(tick, rank, row, results[rank], wire) for wire in wires])

@@ -242,21 +242,14 @@ def phase_spec(
     inputs: SizingInputs, classes: Classes, max_segments: int | None = None
 ) -> PhaseSpec:
     """The phase with the given rows; without `max_segments` any number of items may share a row."""
-    if max_segments is None:
-        max_segments = classes[0].slots
-    cost = inputs.flops
-    model_flops = None
-    if inputs.time is not None:
-        cost = inputs.time.item
-        model_flops = inputs.flops
     return PhaseSpec(
         phase=inputs.phase,
         ranks=inputs.ranks,
         classes=classes,
-        max_segments=max_segments,
+        max_segments=classes[0].slots if max_segments is None else max_segments,
         slots_per_token=inputs.slots_per_token,
-        cost=cost,
-        model_flops=model_flops,
+        cost=inputs.flops if inputs.time is None else inputs.time.item,
+        model_flops=None if inputs.time is None else inputs.flops,
         blocks=inputs.alignment.layout_blocks(classes),
     )
 

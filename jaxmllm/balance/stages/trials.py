@@ -337,18 +337,23 @@ class Trials:
             runs = []
             for sample_number, batch in enumerate(self.samples):
                 all_examples = np.arange(len(batch.examples))
-                tried = capacities_to_try(all_examples, batch, spec)
-                runs.append([self._packed_sample(sample_number, c, spec) for c in tried])
+                runs.append(
+                    [
+                        self._packed_sample(sample_number, capacity, spec)
+                        for capacity in capacities_to_try(all_examples, batch, spec)
+                    ]
+                )
             self._runs[key] = runs
         return self._runs[key]
 
     def slots(self, name: str, capacities: Capacities) -> int:
         """Slots of a phase on a rank in all samples, each in the possible rows that have fewest."""
         class_slots = np.array(self.spec(capacities).phases[name].capacities)
-        total = 0
-        for of_batch in self.runs(capacities):
-            total += min(int(class_slots[run.phases[name].row_class].sum()) for run in of_batch)
-        return total
+
+        def slots_of(run: RunRows) -> int:
+            return int(class_slots[run.phases[name].row_class].sum())
+
+        return sum(min(map(slots_of, of_batch)) for of_batch in self.runs(capacities))
 
     def _packed_sample(self, number: int, capacity: int, spec: PlanSpec) -> RunRows:
         """A sample in rows of `spec`. The choice of examples that run together takes most of the

@@ -212,9 +212,9 @@ def _read_safetensors_header(file: Stream, media: MediaReference) -> _ArrayLocat
         tensors = [entry for key, entry in header.items() if key != "__metadata__"]
         described = []
         for tensor in tensors:
-            name = str(tensor["dtype"])
+            type_name = str(tensor["dtype"])
             shape = [int(size) for size in tensor["shape"]]
-            described.append((name, shape, tensor["data_offsets"]))
+            described.append((type_name, shape, tensor["data_offsets"]))
     except (
         ValueError,
         OverflowError,
@@ -229,15 +229,15 @@ def _read_safetensors_header(file: Stream, media: MediaReference) -> _ArrayLocat
             "unsupported_latents",
             f"{media} holds {len(described)} tensors; a file of latents holds one",
         )
-    name, shape, offsets = described[0]
-    if name not in TENSOR_TYPES:
+    type_name, shape, offsets = described[0]
+    if type_name not in TENSOR_TYPES:
         raise MediaError(
             "unsupported_latents",
-            f"{media} holds {name}, and latents are one of {', '.join(TENSOR_TYPES)}",
+            f"{media} holds {type_name}, and latents are one of {', '.join(TENSOR_TYPES)}",
         )
-    stored = _ArrayLocation(TENSOR_TYPES[name], tuple(shape), 8 + length)
+    stored = _ArrayLocation(TENSOR_TYPES[type_name], tuple(shape), 8 + length)
     if min(shape, default=0) < 0 or offsets != [0, stored.size]:
-        raise _broken_header_error(media, f"{name}{shape} at {offsets}")
+        raise _broken_header_error(media, f"{type_name}{shape} at {offsets}")
     return stored
 
 

@@ -95,10 +95,14 @@ class ExchangePrograms:
     def _run(
         self, call: Call, way: str, source: Any, target: Any, hops: Any, gather: jax.Array
     ) -> Any:
-        buffer = call("zero", f"{'d_' if way else ''}buffer of {self.owner}")()
+        buffer = call("zero", self._buffer_name(way))()
         for hop_number, hop in enumerate(hops):
             buffer = call(f"hop{way}", self.owner)(source, buffer, np.int32(hop_number), *hop)
         return call(f"deliver{way}", self.owner)(source, buffer, target, gather)
+
+    def _buffer_name(self, way: str) -> str:
+        """Name of the zeroed buffer that the hops of a direction fill."""
+        return f"{'d_' if way else ''}buffer of {self.owner}"
 
     def _direction_tables(self, tables: DeviceTables) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """(hops, gather table) of the forward direction, and those of the backward direction."""
@@ -149,11 +153,10 @@ class ExchangePrograms:
         hop_number = jax.ShapeDtypeStruct(
             (), np.int32, sharding=NamedSharding(self.exchange.mesh, P())
         )
-        prefix = "d_" if way else ""
         hop_arguments = (source, buffer, hop_number, *send)
         deliver_arguments = (source, buffer, target, gather)
         return {
-            ProgramName("zero", f"{prefix}buffer of {self.owner}"): zeros_job(buffer),
+            ProgramName("zero", self._buffer_name(way)): zeros_job(buffer),
             ProgramName(f"hop{way}", self.owner): Job(hop, hop_arguments, buffer, (1,)),
             ProgramName(f"deliver{way}", self.owner): Job(deliver, deliver_arguments, target, (2,)),
         }

@@ -60,13 +60,11 @@ class Held:
         encoders = range(shapes.reader)
         # The box of token gradients has a leading axis: one gradient for each row that is read
         leading = {(Pool.TOKEN_GRADIENT, e): 1 for e in encoders}
-        boxes = {}
-        for key, box in state.work.scratch.items():
-            boxes[key] = total(key, box, leading.get(key, 0))
+        boxes = state.work.scratch
         return Held(
             slots={key: shapes.spec.room(*key) + 1 for key in state.pools},
             pools={key: total(key, pool, 1) for key, pool in state.pools.items()},
-            boxes=boxes,
+            boxes={key: total(key, box, leading.get(key, 0)) for key, box in boxes.items()},
             media=sum(total((Pool.TOKENS, e), state.work.media[e], 1) for e in encoders),
         )
 
