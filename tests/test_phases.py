@@ -101,7 +101,14 @@ def items_of(length, example, tokens=0, slot=0) -> PhaseItems:
 
 
 @pytest.mark.parametrize(
-    ("mode", "nodes"), [*((mode, None) for mode in get_args(Mode)), ("phases", NODES)]
+    ("mode", "nodes"),
+    [
+        *(
+            pytest.param(mode, None, marks=() if mode == "phases" else pytest.mark.slow)
+            for mode in get_args(Mode)
+        ),
+        pytest.param("phases", NODES, marks=pytest.mark.slow),
+    ],
 )
 def test_a_third_encoder_and_a_phase_with_a_loss_of_its_own_are_sized_placed_and_balanced(
     mode, nodes

@@ -22,6 +22,7 @@ from jaxmllm.balance.costs.flops import phase_flops
 COST = phase_flops(MODEL, "diffusion", TRAINED)
 
 
+@pytest.mark.slow
 def test_json_has_a_row_for_every_mix_and_method(tmp_path, capsys):
     path = tmp_path / "diffusion.json"
     arguments = (

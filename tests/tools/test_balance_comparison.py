@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jaxmllm.config.read import load_config
 from jaxmllm.tools import balance_comparison as comparison
 
 
+@pytest.mark.slow
 def test_generated_lengths_on_the_layouts_of_a_config(balance_config):
     config = load_config(balance_config, ["phases.language.max_capacity=65536"])
     compared = comparison.compare_on_generated(

@@ -214,7 +214,7 @@ def test_impossible_mixes_are_refused(mix):
         generate(0, 10, mix)
 
 
-@pytest.mark.parametrize("mode", ["phases", "none"])
+@pytest.mark.parametrize("mode", ["phases", pytest.param("none", marks=pytest.mark.slow)])
 def test_generated_batches_can_be_planned(mode):
     spec = make_spec(4, [generate([0, i], 32) for i in range(3)], mode)
     batch = generate([0, 9], 32)

@@ -480,6 +480,7 @@ def conditioned(captions, request) -> tuple[dict[str, Any], Setup]:
     return changes, assemble(drawing_config(captions, **changes), 1)
 
 
+@pytest.mark.slow
 def test_conditions_that_are_read_apart_lie_in_slots_of_patches(captions):
     """Patches and conditions both begin in the first slot of their item.
 

@@ -571,6 +571,7 @@ def planned(data, devices: int, **changes):
 CHAIN = {"stages": 2, "layout": "chain"}
 
 
+@pytest.mark.slow
 def test_a_chunk_keeps_of_every_layer_what_remat_says(data):
     """Bytes per slot follow from the model: 32 numbers in a hidden state, 4 heads of 8."""
 
