@@ -13,18 +13,18 @@ SEED ?= 0
 
 help:
 	@echo "make quickstart   install, make sample data, train a small model on it (minutes, on CPU)"
-	@echo "make shapes       the same for drawing: make captioned shapes, learn to draw them, draw and judge (SEED=0)"
-	@echo "make shapes-unified   the same for saying what is seen and drawing it again in another colour"
+	@echo "make shapes       make captioned shapes, train a model to draw them, draw and judge (SEED=0)"
+	@echo "make shapes-unified   the same for answering questions about pictures and redrawing them"
 	@echo "make test         fast tests          make test-slow   the slow ones (and test-exhaustive: more of these)"
 	@echo "make lint         ruff and mypy       make format      let ruff rewrite"
-	@echo "make lock         resolve requirements/ anew from pyproject.toml"
+	@echo "make lock         resolve requirements/ again from pyproject.toml"
 
 quickstart: $(VENV)/.runtime sample/.made
 	rm -rf runs/quickstart
 	$(CPU_DEVICES) $(PY) -m jaxmllm train --config configs/quickstart.yaml
 
-# One device takes an eighth less where glibc keeps what is freed for the next step, unless that heap has been through a
-# compilation, which leaves it in pieces: so a process of its own compiles (docs/performance.md)
+# On one device a step takes an eighth less time if glibc keeps freed memory for the next step, but not if
+# the process has compiled before, which fragments the heap: so a separate process compiles (docs/performance.md)
 KEPT_PAGES = MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=8589934592 MALLOC_TOP_PAD_=67108864
 
 # Train a config, draw the prompts, judge what was drawn: $(call learn-to-draw,CONFIG,PROMPTS)
