@@ -214,9 +214,12 @@ def cut_documents(ids: TokenIds, block: int) -> DocumentPieces:
     if ids.first is not None:
         changes |= (np.diff(ids.position) != 1) | (np.diff(ids.first) != 1)
     cuts = np.flatnonzero(np.append(True, changes))
+    # Stable, so the pieces of a document stay in the order of the row. Padding is left out.
     order = np.argsort(ids.document[cuts], kind="stable")
     order = order[ids.document[cuts][order] > 0]
     slot = cuts[order]
+    # Columns by themselves: document and group are alike in a piece, and with windows `first` rises
+    # with the position. So the minima are one token's, as are the maxima.
     first = ids.map(lambda column: np.minimum.reduceat(column, cuts)[order])
     last = ids.map(lambda column: np.maximum.reduceat(column, cuts)[order])
     return DocumentPieces(slot, np.diff(np.append(cuts, len(ids.document)))[order], first, last)
