@@ -61,6 +61,7 @@ def plan_routes(
         return dict(plans), {}
     placed = dict(plans)
     owner_of = shared_exchange(spec.routes)
+    # Phases of one exchange share its pools, so pools are filled for all of them together.
     for owner in dict.fromkeys(owner_of.values()):
         sharing = [phase for phase in encoders if owner_of[phase] == owner]
         placed |= _encoder_pools(sharing, plans, spec)
@@ -70,11 +71,15 @@ def plan_routes(
     sequence = sequence_of_example(items)
     pieces = {phase: Pieces.of(items.phases[phase], language, sequence) for phase in encoders}
     arriving = arriving_tokens(pieces.values(), language.microbatches, ranks)
+    # One language pool takes the tokens of all phases, so the least size of all routes is the
+    # limit.
     size = min(route.language_pool for route in spec.routes.values())
     pool, start = _fill_pools(arriving, size, "language pool")
     placed[LANGUAGE] = replace(language, pool=pool)
     arrivals = _arrivals(pieces, start.reshape(-1), ranks)
 
+    # The runs of an exchange are listed under its owner. Other phases keep an empty list, and so
+    # have no rounds.
     traffic: dict[str, list[Traffic]] = {phase: [] for phase in encoders}
     for phase in encoders:
         slots_per_token = spec.phases[phase].slots_per_token
@@ -174,6 +179,8 @@ def _fill_pools(tokens: Longs, size: int, name: str) -> tuple[Ints, Ints]:
     start = np.zeros(tokens.shape, np.int32)
     used = np.zeros(tokens.shape[1], np.int64)
     for microbatch, added in enumerate(tokens):
+        # A pool ends on all ranks at once, because a microbatch is in one pool everywhere. Only the
+        # offsets differ between ranks.
         opens_pool = bool((used + added > size).any())
         used = np.where(opens_pool, 0, used)
         pool[microbatch] = (pool[microbatch - 1] if microbatch else 0) + opens_pool

@@ -245,6 +245,7 @@ def _list_outgoing(
 ) -> int:
     """List an item alone and with each of its companions; return how many choices there are."""
     no_item = len(state.row_of)
+    # Gains depend on the other row, so `_best_swap` fills in `outgoing.gain`.
     outgoing.first[:] = item
     outgoing.second[0] = no_item
     outgoing.slots[0] = state.amounts[SLOTS, item]
@@ -252,6 +253,7 @@ def _list_outgoing(
     choices = 1
     companion = misplaced.first[state.row_of[item]]
     while companion != no_item and choices < COMPANIONS:
+        # The item is misplaced, so it is in this list, too.
         if companion != item:
             outgoing.second[choices] = companion
             outgoing.slots[choices] = outgoing.slots[0] + state.amounts[SLOTS, companion]
