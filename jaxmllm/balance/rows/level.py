@@ -518,8 +518,11 @@ def _swap_fits(
     amounts = state.amounts
     remaining = state.remaining
     for kind in range(limited):
+        # The balanced amount has no limit: the swap is chosen to narrow its gap.
         if kind == weight:
             continue
+        # What the light row gets on balance. A choice of less than two items has item N, which
+        # takes nothing, in place of the others.
         passed = amounts[kind, offered[0, CHOICE_A[from_heavy]]]
         passed += amounts[kind, offered[0, CHOICE_B[from_heavy]]]
         passed -= amounts[kind, offered[1, CHOICE_A[from_light]]]
