@@ -212,12 +212,15 @@ def phase_flops(
     linear = Fraction(0)
     squares = NO_SQUARES
     layers = _trained_layers(model, phase, frozenset(trained.items()))
+    # The last layer of the decoder is its head, which only a loss needs.
     for layer in layers if learns_text or phase != LANGUAGE else layers[:-1]:
         linear += layer.linear
         squares = tuple(total + flops for total, flops in zip(squares, layer.squares, strict=True))
     quadratic, windowed = squares
     if not windowed:
         return ItemCost(round(linear), round(quadratic))
+    # Phases with a loss have windows that move along with the token; those of towers lie side by
+    # side.
     apart = not make_phases(model)[phase].has_loss
     seen = _window_slots(model, phase)
     return ItemCost(round(linear), round(quadratic), round(windowed), seen, apart)
@@ -315,6 +318,7 @@ def _with_adapters(layers: Iterable[Layer], model: ModelConfig, phase: str) -> I
         return
     section = getattr(model, phase)
     sizes = adapter.adapted(section.matrices).values()
+    # Two factors for each matrix: inputs x rank, and rank x outputs.
     weights = sum(adapter.rank * (inputs + outputs) for inputs, outputs in sizes)
     (products,) = _product(weights, per_token=section.stem_stride)
     for layer in layers:
