@@ -83,15 +83,19 @@ def plan_microbatches(
       ValueError: no replica or microbatch, arrays of different lengths, negative numbers, or an
         example that does not fit a row of its own.
     """
+    # The reader comes last, where `Demands` has the language phase.
     phases = {**encoders, reader: language}
     _check_loads(phases, reader, replicas, microbatches)
     demands = _demands(list(phases.values()))
     replica_of = _example_replicas(demands, replicas)
     members = [np.flatnonzero(replica_of == replica) for replica in range(replicas)]
     shares = [demands.subset(examples) for examples in members]
+    # Replicas run the same microbatches together, so the one that needs most decides.
     microbatch_count = max(
         microbatches, max((share.fewest_microbatches for share in shares), default=1)
     )
+    # The bound leaves out how examples pack, so it may be too low. The loop ends: every example
+    # fits a microbatch of its own.
     while True:
         plans = _replica_plans(shares, microbatch_count, max_deferred)
         if plans is not None:
@@ -230,6 +234,7 @@ def _plan_replica(
     fillings = [
         _fill(demands, microbatches, media_microbatches, stratified) for stratified in (True, False)
     ]
+    # A tight filling looks at slots and not at work, so it is only made where slots are short.
     if all(group is None for group in fillings):
         fillings = [_fill_tightly(demands, microbatches, media_microbatches)]
     best: ReplicaPlan | None = None
@@ -293,17 +298,21 @@ def _fill_tightly(demands: Demands, microbatches: int, media_microbatches: int) 
     """Microbatch of each example, or None if one finds no room: those with media first, by
     descending share of a row, each to the fullest microbatch with room."""
     capacity = demands.capacity
+    # A phase without a limit has no row to take a share of; all slots of all phases stand in for
+    # one.
     limits = np.where(capacity < INT64_MAX, capacity, max(1, int(demands.slots.sum())))
     share = (demands.slots << SHARE_BITS) // limits
     room = np.tile(capacity, (microbatches, 1))
     filled = np.zeros(microbatches, np.int64)
     group = np.empty(len(demands.slots), np.int64)
+    # The last key counts most: examples with media come first.
     for example in np.lexsort((-share.max(axis=1), ~demands.media)).tolist():
         fits = (room >= demands.slots[example]).all(axis=1)
         if demands.media[example]:
             fits[media_microbatches:] = False
         if not fits.any():
             return None
+        # `filled` is at least 0, so -1 rules out microbatches without room.
         chosen = int(np.where(fits, filled, -1).argmax())
         group[example] = chosen
         room[chosen] -= demands.slots[example]

@@ -26,12 +26,14 @@ def encoder_groups(group: Longs, length: Longs, of_language: int, widest: int) -
       group: [n] widest group of language ranks that has the item's example.
       of_language, widest: ranks of such a group, and of a widest group of the encoder.
     """
+    # The item's language group lies inside one group of the encoder: there is no choice.
     if widest >= of_language:
         return group * of_language // widest
     inside = of_language // widest
     filled = np.zeros((int(group.max(initial=0)) + 1, inside), np.int64)
     chosen = np.empty_like(group)
     for item in np.argsort(-length, kind="stable").tolist():
+        # A view, so that what is added below is added to `filled`.
         group_filled = filled[group[item]]
         emptiest = int(group_filled.argmin())
         group_filled[emptiest] += length[item]
@@ -52,9 +54,12 @@ def narrowest(
     """
     span = np.full(len(capacity), phase.widest, np.int64)
     member = np.zeros(len(length), np.int64)
+    # With a single span no row can be split, and its first rank is the group's.
     if len(set(phase.spans)) == 1:
         return span, member
     for row_number, slots in enumerate(capacity.tolist()):
+        # One row number stands for a row in every widest group. They run as one microbatch, of one
+        # class, so a span has to suit all of them.
         items = np.flatnonzero(row == row_number)
         by_group = [items[group[items] == widest_group] for widest_group in np.unique(group[items])]
         spans = [row_class.span for row_class in phase.classes if row_class.capacity == slots]
@@ -67,6 +72,8 @@ def narrowest(
             if len(fitting) < len(by_group):
                 continue
             span[row_number] = narrow
+            # The rows of a split are held by consecutive sets of `narrow` ranks of the widest
+            # group.
             for members, row_of in zip(by_group, fitting, strict=True):
                 member[members] = row_of * narrow
             break

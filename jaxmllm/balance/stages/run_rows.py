@@ -303,11 +303,13 @@ def _media_rows(
     ]
     for reach in REACHES:
         packed.append(rows_in_turn(microbatch, group, length, capacities[:1], groups, reach))
+        # With one capacity both ways are the same.
         if len(capacities) > 1:
             packed.append(rows_in_turn(microbatch, group, length, capacities, groups, reach))
 
     def slots(rows: tuple[Longs, int]) -> tuple[int, int]:
         row, count = rows
+        # [count, groups]. Rows of one number have one capacity: that of the fullest group.
         filled = sums_by(row * groups + group, length, count * groups).reshape(count, groups)
         return int(capacities_holding(filled.max(axis=1, initial=0), phase).sum()), count
 

@@ -56,14 +56,19 @@ def _choose_rows_and_cut(tried: Trials, similar: _Best | None = None) -> _Best:
     capacities = _first_capacities(tried)
     rounds = CHOICE.rounds
     if similar is not None and tried.microbatches is None:
+        # Rows of fewer ranks have fewer slots, so the largest capacity may have to grow for the
+        # longest item. Smaller classes are sought anew.
         capacities = {
             name: tried.given(name) or (max(tried.least(name), largest),)
             for name, (largest, *_) in similar.capacities.items()
         }
         rounds = 1
     best = _Best(tried, capacities, _first_cut(tried) if similar is None else similar.cut)
+    # A given number of microbatches decides the capacities (`_first_capacities`).
     to_choose = [] if tried.microbatches else [LANGUAGE, *tried.media]
     to_choose = [name for name in to_choose if tried.given(name) is None]
+    # Costs of capacities depend on the cut, so it is chosen before them; a similar best brings its
+    # own.
     if similar is None:
         best.choose_cut()
     for _ in range(rounds if to_choose else 0):

@@ -131,8 +131,10 @@ class Trials:
         per_replica = ceil_divide(self.examples, ranks)
         fewest_samples, most_samples = CHOICE.samples
         replicas = min(ranks, max(1, CHOICE.examples // (fewest_samples * per_replica)))
+        # Ranks that share rows stay together, so replicas are a multiple of the largest span.
         most_span = max(self.spans_to_try)
         replicas = max(1, replicas // most_span) * most_span
+        # Fewer replicas leave room for more samples.
         sample_count = min(
             most_samples, max(fewest_samples, CHOICE.examples // (per_replica * replicas))
         )
@@ -440,11 +442,13 @@ def _balanced_ring(layers: ChainLayers, sampled: Sequence[RunRows], stages: int,
     for name, capacities in layers.capacities.items():
         rows = [run.phases[name] for run in sampled]
         row_count[name] = sum(phase_rows.count for phase_rows in rows)
+        # [kinds] sums over all rows of all samples.
         sums = np.array([phase_rows.squares.sum(axis=1) for phase_rows in rows]).sum(axis=0)
         squares[name] = (sums // max(row_count[name], 1)).tolist()
         all_slots = sum(
             int(np.array(capacities)[rows_of_run.row_class].sum()) for rows_of_run in rows
         )
+        # A phase without rows in the samples has layers all the same; they get the largest row.
         slots[name] = all_slots // row_count[name] if row_count[name] else capacities[0]
     rows_per_microbatch = {
         name: row_count[name] / max(row_count[LANGUAGE], 1) for name in row_count
