@@ -411,9 +411,12 @@ class StepPlan:
 def _add_to_digest(digest: hashlib.blake2b, node: Any) -> None:
     """Add everything below `node` to the digest: records, dicts, tuples, arrays and numbers."""
     if is_dataclass(node):
+        # Names of fields are left out: plans have the same ones on all hosts.
         for column in fields(node):
             _add_to_digest(digest, getattr(node, column.name))
     elif isinstance(node, dict):
+        # Names, and below lengths and shapes, tell apart trees whose numbers are the same. Order
+        # counts, and hosts insert in the same order.
         for name, value in node.items():
             digest.update(f"{name}:".encode())
             _add_to_digest(digest, value)

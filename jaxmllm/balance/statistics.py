@@ -35,11 +35,13 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
     """
     span = plan.span.astype(np.int64)
     capacity = plan.capacity.astype(np.int64)
+    # A microbatch has one row in each of its ranks // span groups.
     rows = int((spec.ranks // span).sum())
     slots = int(capacity.sum()) * spec.ranks
     tokens = int(items.real.sum())
     flops = spec.flops.total(items.real, items.extra)
     shared_rows = int((spec.ranks // span[span > 1]).sum())
+    # Each rank of a group receives what the others of its group hold.
     gathered_slots = int(((span - 1) * capacity).sum()) * spec.ranks
     statistics: dict[str, float] = {
         f"{spec.name}/rows": rows,
@@ -54,6 +56,7 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
         in_class = (capacity == row_class.capacity) & (span == row_class.span)
         rows_of_class = int(in_class.sum()) * (spec.ranks // row_class.span)
         statistics[f"{spec.name}/{ROWS_OF}{class_name(row_class)}"] = rows_of_class
+    # Without rows there is nothing to divide by.
     if not rows:
         return statistics
     statistics[f"{spec.name}/real_token_fraction"] = tokens / slots

@@ -58,6 +58,7 @@ def plan_step(items: BatchItems, spec: PlanSpec) -> StepPlan:
     for phase, phase_spec in spec.phases.items():
         statistics |= phase_statistics(phases[phase], items.phases[phase], phase_spec)
     statistics |= step_statistics(statistics, spec.phases)
+    # The rounds of phases that share an exchange are all in its owner's route.
     for owner in dict.fromkeys(shared_exchange(spec.routes).values()):
         rounds = routes[owner].rounds
         encoder_node = spec.nodes.get(owner)
@@ -88,6 +89,7 @@ def place_items(
     if mode == "phases":
         balanced = {phase: assign(spec, items.phases[phase]) for phase, spec in phases.items()}
         return place_items_near(balanced, items, phases, grids, nodes) if nodes else balanced
+    # Planned first, because the examples, and so all media, follow it.
     language = assign(phases[LANGUAGE], items.phases[LANGUAGE]) if mode == "language" else None
     generators = [name for name, spec in phases.items() if spec.phase.generates]
     example_rank = example_ranks(items, phases[LANGUAGE].ranks, mode, language, generators)

@@ -65,9 +65,12 @@ def _validate_phase(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> None
     _require(set(shapes) <= set(spec.classes), phase, "a row is of no class")
     order = [spec.classes.index(shape) for shape in shapes]
     _require(order == sorted(order), phase, "microbatches are not ordered by class")
+    # Rows are only made for items. The maxima below need at least one.
     if not size:
         _require(plan.microbatches == 0, phase, "rows without items")
         return
+    # Numbers are checked before they are used as indices: a negative one would be taken from the
+    # end.
     in_range = _all_in_range(plan.microbatch, plan.microbatches)
     _require(in_range, phase, "a microbatch number is out of range")
     _require(_all_in_range(plan.rank, spec.ranks), phase, "a rank number is out of range")
@@ -78,11 +81,13 @@ def _validate_phase(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> None
     _require(aligned.all(), phase, "a rank number is not that of the first rank of a group")
     _require((plan.offset >= 0).all(), phase, "an item begins before its row")
     _require((end <= row_slots).all(), phase, "an item reaches beyond its row")
+    # In order of row and offset: if any two items of a row overlap, two neighbours do.
     row = plan.microbatch.astype(np.int64) * spec.ranks + plan.rank
     along_rows = np.lexsort((plan.offset, row))
     row = row[along_rows]
     apart = plan.offset[along_rows][1:] >= end[along_rows][:-1]
     _require(apart[row[1:] == row[:-1]].all(), phase, "two items overlap")
+    # The earlier items of the row, each counted as 1, and the item itself.
     ordinal = running_sums(row, np.ones(size, np.int64)) + 1
     in_order = np.array_equal(plan.segment[along_rows], ordinal)
     _require(in_order, phase, "segments are not 1, 2, .. along the row")
