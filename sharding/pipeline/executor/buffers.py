@@ -211,6 +211,8 @@ class Shapes:
                 of_slot = self.components[c][0].tokens
             case Pool.RESIDUAL:
                 stack, x = self.slot(pool, c)
+                # Other residuals are whatever a layer's forward computes; the compiler lays them
+                # out.
                 of_stack = None
                 if self.gradients[c][0].keeps_input_alone and activation is not None:
                     of_stack = PartitionSpec(None, *activation)
@@ -297,6 +299,7 @@ class Buffers:
                 ((Pool.PENDING, c), "pending", weight),
             ):
                 if self.shapes.has(*key):
+                    # -1: nothing was kept, and the backward recomputes its residuals.
                     loads = reads & (row[column] >= 0)
                     scratch[key], pools[key] = once(
                         loads,
@@ -312,6 +315,8 @@ class Buffers:
                 slots = jnp.stack(
                     [row[f"tokens.{e}.{index}"] for index in range(self.spec.rows_read[e])],
                 )
+                # The first chunk reads tokens forward, and again in its backward, which computes
+                # their gradients.
                 loads = does(row, self.ring.readers[e], *Kind) & is_first
                 media[e], pools[key] = once(loads, _collect_slots, (media[e], pools[key]), slots)
         return pools, state.work._replace(scratch=scratch, media=tuple(media))
@@ -359,9 +364,11 @@ class Buffers:
             reader = self.ring.readers[e]
             writes = does(row, reader, Kind.BACKWARD, Kind.INPUT_GRADIENT) & (row["first"] > 0)
             for index in range(self.spec.rows_read[e]):
+                # Written in every tick; a row that adds nothing writes the slot unknown to tables.
                 slot = self._slot_or_unknown(*key, row[f"grad_slot.{e}.{index}"], writes)
                 old = read(pools[key], slot)
                 new = read(scratch[key], index)
+                # The first share replaces the slot's content, which is left from an earlier use.
                 is_first = row[f"grad_is_first.{e}.{index}"] > 0
                 total = jax.tree.map(
                     lambda old, new, is_first=is_first: jnp.where(is_first, new, old + new),

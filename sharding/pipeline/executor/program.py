@@ -52,14 +52,18 @@ class Program:
     def operate(self, pools: Pools, work: Work, row: Row) -> Work:
         """Do the operation that a row names; a rank that waits does nothing."""
         for c in range(len(self.components)):
+            # Which branches there are is known when the program is traced. Which one runs, if any,
+            # is in the row.
             branches = []
             for kind in Kind:
                 for k in range(len(self.rows[c])):
                     branch = self._branch(c, k, kind, row)
                     if branch:
                         branches.append((kind, k, branch))
+            # Slots are read here, outside of all conditions (see buffers.py).
             values = self._row_values(pools, work, c, row)
 
+            # The defaults bind the variables of this turn of the loop.
             def component(
                 work: Work,
                 c: int = c,
@@ -76,6 +80,8 @@ class Program:
                     )
                 return work
 
+            # Around the conditions of all branches, so that an operation of another component skips
+            # them at once.
             work = lax.cond(does(row, c, *Kind), component, unchanged, work)
         return work
 
@@ -306,6 +312,7 @@ class Program:
         def step(index: Array, carry: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
             stack, x = carry
             if gradient.keeps_input_alone:
+                # Only the next layer, or a caller that needs y, reads what this layer yields.
                 runs = needs_y | (index + 1 < row["layers"])
                 y = lax.cond(runs, partial(through, index), unchanged, x)
                 return write(stack, index, gradient.residuals_of_input(x)), y
@@ -313,6 +320,7 @@ class Program:
             y, residuals = gradient.forward(params, x, data)
             return write(stack, index, residuals), y
 
+        # If nothing is wanted, the loop makes no turn: a condition would copy the stack.
         return lax.fori_loop(0, jnp.where(wanted, row["layers"], 0), step, (stack, x))
 
     # ------------------------------------------------------------------------ backward through a chunk
@@ -442,6 +450,7 @@ class Program:
             argument,
         )
 
+        # Of the parameters only those in use are differentiated by; the others are constants.
         def with_chosen(chosen: list[Array], argument: Tree) -> Any:
             remaining = iter(chosen)
             merged = [
@@ -451,6 +460,7 @@ class Program:
 
         chosen = [leaf for leaf, used in zip(leaves, uses, strict=True) if used]
         if has_aux:
+            # The gradient is that of `value`; `sums` have none.
             value, vjp, sums = jax.vjp(with_chosen, chosen, argument, has_aux=True)
             results: Any = (value, sums)
         else:
@@ -462,6 +472,7 @@ class Program:
             for total, used in zip(jax.tree.leaves(totals), uses, strict=True):
                 if used:
                     weight = next(remaining)
+                    # Sums are in float32 or wider, whatever the parameter's type.
                     added.append(total + weight.astype(total.dtype))
                 else:
                     added.append(total)
