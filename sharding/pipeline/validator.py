@@ -161,12 +161,16 @@ class _Proof:
                 continue
             source = (rank - 1 if wire.up else rank + 1) % self.ring.stages
             label = sent[source][wire_number]
+            # 0 if no rank sends on the wire in this tick, else 1 + the class of the largest row
+            # that it carries.
             active = self.table.wire_active[tick, wire_number]
             if label is None or not active:
                 self._fail(
                     f"receives {wire.name} into slot {slot}, but rank {source} sends nothing on it",
                 )
             row_class, _ = self.graph.row_of(label.chain, label.microbatch)
+            # Class 0 has the largest rows, so a wire for one class also carries rows of every
+            # higher number.
             if active > row_class + 1:
                 self._fail(
                     f"receives {self._describe(label)}, of a row of class {row_class}, but {wire.name} "
@@ -197,6 +201,7 @@ class _Proof:
             self._fail(f"has action {row['action']}, which does not exist")
         chain = self.ring.chains[c]
         m = row["microbatch"]
+        # A row numbers chunks among those of its rank; the graph numbers them by depth.
         d = self.depths.get((c, rank, row["chunk"]))
         if d is None:
             self._fail(f"has chunk {row['chunk']} of {chain.name}, which it does not hold")
@@ -219,6 +224,8 @@ class _Proof:
             last=d == chain.depth - 1,
             language=c == len(self.ring.chains) - 1,
         )
+        # All else that the row says of the operation follows from ring and graph, and must agree
+        # with them.
         row_class, row_number = self.graph.row_of(c, m)
         expected = {
             "row_class": row_class,
@@ -235,6 +242,7 @@ class _Proof:
 
     def _check_forward(self, rank: int, row: RowValues, operation: Operation) -> Result | None:
         c = operation.c
+        # Read before features are written: they go into the same slot.
         if not operation.first:
             self._read((Pool.INPUT, c, rank, row["input"]), Label("input", *operation.key))
         if row["features"] >= 0:
@@ -244,6 +252,7 @@ class _Proof:
                 (Pool.RESIDUAL, c, rank, row["write_residual"]),
                 Label("residual", *operation.key),
             )
+        # The last chunk of the last chain yields a loss, and nothing that needs a slot.
         if operation.last and operation.language:
             return None
         if operation.last:
