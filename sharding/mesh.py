@@ -145,8 +145,10 @@ def _prime_factors(spans: Sequence[int]) -> list[int]:
     for span in sorted(set(spans)):
         if span < 1 or span % shorter:
             raise MeshError(f"spans {list(spans)} must be positive, and each divide the next one")
+        # The factors so far multiply to the shorter span; these make them multiply to this one.
         remaining = span // shorter
         factor = 2
+        # No number below `factor` divides what remains, so a factor that does is a prime.
         while remaining > 1:
             if remaining % factor:
                 factor += 1
