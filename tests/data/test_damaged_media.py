@@ -188,6 +188,11 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         lambda content: content + ID3 + content,
         "joined_audio",
     ),
+    "mp3 joined to one behind an old tag": (
+        "mp3",
+        lambda content: content + b"TAG" + bytes(125) + content,
+        "joined_audio",
+    ),
     "mp3 joined to one that stores no length": ("mp3", and_("bare.mp3"), "wrong_audio_length"),
     "mp3 without a stored length, cut": ("bare.mp3", half, "truncated_audio"),
     "mp3 without a stored length, joined to another rate": (
@@ -198,6 +203,11 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "mp3 without a stored length, joined behind tags": (
         "bare.mp3",
         lambda content: content + ID3 + content,
+        "joined_audio",
+    ),
+    "mp3 without a stored length, joined behind tags of two kinds": (
+        "bare.mp3",
+        lambda content: content + b"TAG" + bytes(125) + ID3 + content,
         "joined_audio",
     ),
     "mp3 without a stored length, then something else": (

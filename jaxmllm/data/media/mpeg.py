@@ -27,6 +27,7 @@ _RATE_DIVISORS = {3: 1, 2: 2, 0: 4}  # version bits -> divisor of the rates: MPE
 _HEAD_BYTES = 64  # bytes that are read of a frame: its header, and the fields of an info frame
 # Bit rate index of the info frames made here: gives them at least 200 bytes at every sample rate
 _INFO_BIT_RATE = 9
+_ID3V1_BYTES = 128
 _MAX_TAGS = 16  # most tags that are read before a stream, and again after it
 _MAX_PADDING = 1 << 20  # a file may end with fewer zero bytes than this
 
@@ -236,23 +237,22 @@ def _parse_info(head: bytes, frame: Frame) -> tuple[bool, int | None, int | None
 
 def _check_tail(file: Stream, position: int, complete: bool, media: MediaReference) -> None:
     """Raise `MediaError` unless the bytes after the last frame, from byte `position` on, are tags
-    or zeros. If the stream is known to be `complete`, anything except another stream may follow."""
-    for _ in range(_MAX_TAGS):
+    or zeros. If the stream is known to be `complete`, or after an ID3v1 tag, which ends a file,
+    anything except another stream may follow."""
+    for tags in range(_MAX_TAGS):
         head = read(file, position, 32)
         if not head:
             return
+        if tags and is_frame(head):
+            raise _joined_error(media, f"a second stream begins at byte {position}")
         if head[:3] == b"ID3" and len(head) >= 10:
             position += _id3_size(head)
-            if is_frame(read(file, position, 4)):
-                raise _joined_error(media, f"a second stream begins at byte {position}")
         elif head[:8] == b"APETAGEX" and len(head) == 32:
             position += 32 + int.from_bytes(head[12:16], "little")
-        elif (
-            head[:3] == b"TAG"
-            or head[:11] == b"LYRICSBEGIN"
-            or complete
-            or only_zeros(file, position)
-        ):
+        elif head[:3] == b"TAG":
+            position += _ID3V1_BYTES
+            complete = True
+        elif head[:11] == b"LYRICSBEGIN" or complete or only_zeros(file, position):
             return
         elif is_frame(head[:2] + bytes([0x90, 0])) and len(head) < 4:
             raise MediaError(
