@@ -110,11 +110,11 @@ def plan_pipeline(items: BatchItems, spec: PlanSpec, pipeline: PipelineSpec) -> 
     for name, phase in spec.phases.items():
         statistics |= phase_statistics(phases[name], items.phases[name], phase)
     statistics |= _pipeline_statistics(runs)
-    statistics["plan_ms"] = 1e3 * (time.perf_counter() - began)
     routes = {}
     for name, arrival in arrivals.items():
         pool = room[LANGUAGE] if spec.phases[name].phase.generates else pool_of_language
         routes[name] = group_route(phases, items.phases, arrival, name, spec, pool)
+    statistics["plan_ms"] = 1e3 * (time.perf_counter() - began)
     return StepPlan(phases, routes, statistics, _run_records(runs))
 
 
