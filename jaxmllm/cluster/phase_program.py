@@ -104,6 +104,7 @@ def _weights_of(model: MLLM, name: str) -> list[Weight]:
         jax.tree.leaves_with_path(component.shapes), jax.tree.leaves(component.axes), strict=True
     ):
         path = ".".join((name, *(jax.tree_util.keystr((key,), simple=True) for key in keys)))
+        # Axes of a single layer: where layers are stacked, the first axis counts them.
         weight_axes = axes.names[axes.stacked :]
         layers = leaf.shape[0] if axes.stacked else 0
         split = math.prod(layout.size(axis) for axis in kept_axes(axes.names) if axis)
@@ -296,6 +297,7 @@ class PhaseProgram:
         norm = self.tokens * 2 * WIDE * (self.width + 1)
         if self.decoder:
             return self.kept + norm + self.slots * self.width
+        # `slots` and `_merged_slots` are bytes of one value in every token; `tokens` is a count.
         shapes = self.shapes.projector
         read = shapes.inputs(self.width, self.shapes.merged)
         of_slot = read + PROJECTOR_KEPT * self._projector_width

@@ -130,12 +130,14 @@ def leaves(tree: Any, component: Component) -> Iterator[Leaf]:
         path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
         kept_axes: list[str] = []
         gathered_axes: list[str] = []
+        # Not strict: a spec may end before its axes do, where nothing splits the last ones.
         for name, entry in zip(axes.names, leaf.sharding.spec, strict=False):
             entry_axes = _axis_tuple(entry) if entry else ()
             if name in KEPT_AXES:
                 kept_axes += entry_axes
             else:
                 gathered_axes += entry_axes
+        # Of the axes that stay split in use, only that of experts may also split rows.
         shared_axes = row_axes.intersection(kept_axes)
         yield Leaf(
             path=path,
@@ -335,6 +337,8 @@ class _ProgramSends:
         """Collectives of rows that several devices hold: keys and values, the pool that the parts
         fill, and media tokens, which outside of the program are in the order of the row."""
         layout = self.layout
+        # Where no devices share a row, these axes have one device, and `_moving_sends` drops the
+        # sends.
         axes = layout.mesh_axes("sequence")
         layers = self.shapes.layers
         key_values = self.model.key_value_bytes(self.phase) / layers / layout.size("kv_heads")
@@ -342,6 +346,7 @@ class _ProgramSends:
         again = self.backward and self.settings.settings.remat != "none"
         yield _send(layout, GATHER, axes, keys, (self.forward + again) * layers)
         yield _send(layout, SCATTER, axes, keys, self.backward * layers)
+        # Each part fills its own slots of the rank's pool, and the sum has all of them.
         if self._fills_pool:
             owner = self.programs.exchange_owner.get(self.phase, LANGUAGE)
             held = device_bytes(self.programs.pools[owner].tokens)

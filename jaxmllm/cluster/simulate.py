@@ -88,6 +88,7 @@ def simulate(programs: Programs, plan: StepPlan, items: BatchItems, device: Devi
     step = sum(part_seconds.values())
     part_seconds["straggling"] = device.straggled(step, devices) - step
     attainable_flops = (step + part_seconds["straggling"]) * device.logged_peak
+    # `real_flops` are those of all devices, `worked.flops` those of one.
     return StepTime(
         parts=part_seconds,
         low=device.straggled(worked.low + update, devices),
@@ -109,11 +110,13 @@ def _phased_work(
             plan.phases[phase], items.phases[phase]
         )
         part_names = [f"{phase}/{part}" for part in ("compute", "inside", "weights")]
+        # A phase that has no microbatch in this batch is a part of 0 seconds.
         total = total.plus(Worked(dict.fromkeys(part_names, 0.0)))
         for call in calls:
             inside = network.seconds(call.inside)
             weights = network.seconds(call.weights)
             layers = call.seconds + inside
+            # Weights are sent while layers compute: only what that adds is a part of its own.
             exposed = device.together(layers, weights) - layers
             seconds = dict(zip(part_names, (call.seconds, inside, exposed), strict=True))
             low = device.least_together(layers, weights)
@@ -123,6 +126,7 @@ def _phased_work(
         EXCHANGE: _exchange_seconds(programs, plan, network),
         "replicas": network.seconds(replicas),
     }
+    # Nothing overlaps with these, so both bounds have all of their seconds.
     seconds_once = sum(once.values())
     return total.plus(Worked(once, seconds_once, seconds_once))
 

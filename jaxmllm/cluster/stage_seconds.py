@@ -70,6 +70,7 @@ def staged_work(
     for phase, spec in programs.spec.phases.items():
         placed = plan.phases[phase]
         of_rows = np.array(row_squares(placed, spec, items.phases[phase], device))
+        # [kinds, M] on each of the ranks that hold a row together
         squares[phase] = of_rows / placed.span
     once = _work_once_per_run(programs, network)
     total = Worked({})
@@ -170,6 +171,7 @@ class _Operations:
         self.network = network
         self.layout = model.layout(self.phase)
         self.itemsize = model.components[self.phase].dtype.itemsize
+        # Devices that split each layer, and those that split the slots of a rank
         self.inner = devices_along(self.layout, self.layout.mesh_axes("mlp"))
         self.parts = devices_along(self.layout, self.layout.part_axes)
         self.classes = programs.spec.phases[self.phase].classes
@@ -373,6 +375,9 @@ def _edge_sends(programs: StagedPrograms) -> Iterator[list[Send]]:
         spec = programs.spec.phases[phase]
         layout = model.layout(phase)
         shapes = getattr(model.config, phase)
+        # Tokens of an encoder and their gradients travel as the decoder reads them; on all other
+        # wires it is what layers carry. A capacity is in slots, so both are divided among the slots
+        # of a token.
         if wire.pool in (Pool.TOKENS, Pool.TOKEN_GRADIENT):
             slots = spec.slots_per_token
             width = model.config.token_width
@@ -415,6 +420,9 @@ def once_seconds(
             replicas = leaf.replicas
             copies = devices_along(layout, leaf.replicas)
             held = leaf.size / leaf.split / devices_along(layout, leaf.gathered)
+            # A layer is used on one stage alone, and each stage has its share of them. All other
+            # parameters are split over the stages between uses, and each stage has a gradient of
+            # the whole.
             if leaf.layer:
                 sums.append(Send(ALL_REDUCE, replicas, copies, SUM_BYTES * held / stages, times))
             else:

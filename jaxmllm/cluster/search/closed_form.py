@@ -104,6 +104,7 @@ class ClosedForm:
         rows: Mapping[str, EvenRows],
     ) -> dict[str, float]:
         """Seconds of a step in closed form, by part."""
+        # With stages, a step is first timed without them, on the devices of one stage.
         of_stage = model
         if choice.stages > 1:
             mesh = cluster_mesh(config, choice.sizes, self._request.cluster)

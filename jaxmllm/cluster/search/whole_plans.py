@@ -70,6 +70,8 @@ class WholePlans:
         halves = {}
         for phase in layout.config.model.two_passes:
             rows = getattr(estimate.config.phases, phase)
+            # `estimate.config` has what was asked for, `layout.config` the number that `auto`
+            # became.
             is_open = rows.capacities == rows.max_capacity == rows.kept_residuals == "auto"
             has_room = getattr(layout.config.phases, phase).kept_residuals
             half_slots = max(layout.spec.phases[phase].capacities) // 2
@@ -91,6 +93,7 @@ class WholePlans:
         planned = self._plans(estimate, sampled, inputs)
         spec = planned.spec
         plans = planned.plans
+        # Clips were measured again for the spans that rows have now, so the lengths may be others.
         sampled = planned.sampled
         config = estimate.config
         model = estimate.model
@@ -183,6 +186,7 @@ class WholePlans:
         phases = config.model.two_passes
         nothing_kept = with_kept(config, dict.fromkeys(phases, 0))
         programs = phased_programs(nothing_kept, model, sampled.formats, spec, sampled.sources)
+        # Features of frozen towers are in this peak already; residuals are not.
         room = self._request.budget - programs_peak(programs, microbatches=used).bytes
         room *= KEPT_SHARE
         microbatches = {}
@@ -191,6 +195,8 @@ class WholePlans:
                 microbatches[phase] = 0
                 continue
             residuals = largest_residuals(programs, phase)
+            # A number in the config is taken even if it does not fit. The room may be below 0 then,
+            # and later phases with `auto` keep nothing.
             limit = getattr(config.phases, phase).kept_residuals
             if limit == "auto":
                 limit = max(int(room // residuals), 0)
