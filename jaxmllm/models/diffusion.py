@@ -156,10 +156,13 @@ class DiffusionTower(nnx.Module):
             patches += waves.astype(dtype) @ weight(self.edges, layout, dtype)
         x = patches
         apart = config.conditioning == "cross"
+        # In one sequence, conditions have slots of their own. With `conditioning: cross` their
+        # slots also hold patches, so they reach the layers beside x.
         if not apart:
             is_condition = rows.conditions >= 0
             x = jnp.where(is_condition[..., None], conditions.states.astype(dtype), patches)
         x = layout.constrain(x, ("batch", "sequence", None))
+        # Modulation is made of vectors of segments, [R, S, D], in at least float32.
         wide = jnp.promote_types(dtype, jnp.float32)
         embedded = self.time(time_features(rows.times, wide), layout)
         if self.pooled is not None:
@@ -198,6 +201,8 @@ class DiffusionTower(nnx.Module):
             output_modulation = self.output_modulation(time, layout)
         else:
             assert self.output_modulation_bias is not None
+            # [R, S, 2, D]: shift and scale are the embedded time itself, without the SiLU, and
+            # differ by their biases alone.
             twice = jnp.stack([embedded] * OUTPUT_MODULATIONS, axis=2)
             output_modulation = biased(twice, self.output_modulation_bias, layout)
         shift, scale = by_slot(layout, output_modulation, rows.owners)
@@ -262,6 +267,7 @@ class _Stream(nnx.Module):
         self.cross_attention = _make_attention(config, rngs) if apart else None
         self.mlp_norm = norm(width, config.norm_epsilon)
         self.mlp = MLP(rngs, width, config.mlp_width)
+        # With `modulation: shared`, a layer only adds its own bias to vectors that all layers read.
         per_layer = config.modulation == "layer"
         self.modulation = _Modulation(width, MODULATIONS) if per_layer else None
         self.modulation_bias = None if per_layer else bias((MODULATIONS, width), (None, None))
@@ -310,6 +316,8 @@ class _Stream(nnx.Module):
         norm = self.cross_norm
         attention = self.cross_attention
         assert norm is not None and attention is not None
+        # `of_conditions_alone` has gradients only for its arguments. What the function closed over
+        # would have none, so the parameters are passed.
         graph, parameters = nnx.split(attention)
 
         def keys_and_values(given: tuple[Any, RowContext], states: Array) -> tuple[Array, Array]:

@@ -125,6 +125,7 @@ class SelfAttention(nnx.Module):
         """Make the parameters.
 
         Args:
+          key_bias: whether keys have a bias, with `qkv_bias`.
           norm: makes the norms of queries and keys, with `qk_norm`.
           norm_heads: whether queries and keys are normed over all heads together, by `RMSNorm`.
           scale: factor on logits; none: head_size ** -0.5.
@@ -359,6 +360,8 @@ class Block(nnx.Module):
         x = x + mixed
         out = self.mlp(self.mlp_norm(x), rows.layout)
         if self.post_mlp_norm is not None:
+            # The gradients of norm and scale need their input: a name lets `remat` keep it. The
+            # output of attention has one already.
             out = self.post_mlp_norm(named(out, "mlp"))
         if self.mlp_scale is not None:
             out = scaled(named(out, "mlp"), self.mlp_scale, rows.layout)
