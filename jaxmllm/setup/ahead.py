@@ -182,6 +182,7 @@ def transfers(sent: list[Collective], mesh: Mesh) -> tuple[Transfer, ...]:
     alike: dict[tuple[str, tuple[str, ...], str, int, int, bool], list[Collective]] = {}
     for send in sent:
         axes = whole_axes(mesh_axes(send, mesh.shape), mesh)
+        # In the order of the fields of `Transfer`
         key = (send.operation, axes, send.dtype, send.bytes, send.trips, send.exact)
         alike.setdefault(key, []).append(send)
     records = []

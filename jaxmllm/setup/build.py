@@ -129,6 +129,8 @@ def plan_programs(config: Config, inputs: RunInputs) -> tuple[Programs, Pipeline
     if config.pipeline.stages == 1:
         spec = plan_spec(config, inputs)
         programs = phased_programs(config, model, formats, spec, sources)
+        # Hosts that differ would compile different programs, and hang in the first collective. How
+        # much is kept follows from memory, which each host measures for itself.
         residual_facts = {
             f"{phase}.kept_residuals": str(n) for phase, n in programs.kept_residuals.items()
         }

@@ -167,12 +167,14 @@ def _gradient_bytes(config: Config, model: MLLM, trained: Params) -> int:
     layer_bytes = [0]
     for phase, record in model.phases.items():
         components = model.by_device(phase).components
+        # Phases follow one another, so the largest of these counts, not their sum.
         layer_bytes.append(0)
         for name in sums.keys() & set(record.components):
             component = components[name]
             axes = jax.tree.leaves(component.axes_of(trained[name]))
             for leaf, names in zip(jax.tree.leaves(sums[name]), axes, strict=True):
                 if component.defers(names):
+                    # The first axis is that of the devices, each of which has a sum of its own.
                     _, *shape = leaf.sharding.shard_shape(leaf.shape)
                     numbers = math.prod(shape[1:] if names.stacked else shape)
                     layer_bytes[-1] += numbers * component.whole_dtype(names, param_dtype).itemsize

@@ -177,6 +177,8 @@ def plan_drawing(config: Config, requests: Requests, mesh: Mesh, guided: bool = 
     model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
     spans = spans_of_phases(config, model)
     readers = modalities(config.model, config.data)
+    # What a request asks for has no pixels yet. A blank takes its slots, or twice as many where it
+    # is drawn with and without its conditions.
     for phase, modality in readers.items():
         if isinstance(modality, GeneratedPixels | GeneratedLatents):
             readers[phase] = Blanks(modality, copies=2 if guided else 1)
@@ -187,6 +189,7 @@ def plan_drawing(config: Config, requests: Requests, mesh: Mesh, guided: bool = 
     if corpus.rejected:
         and_more = f" (and {len(corpus.rejected) - 1} more)" if len(corpus.rejected) > 1 else ""
         raise DataError(f"{corpus.rejected[0]}{and_more}")
+    # Sizes are chosen from all batches that will be drawn, not from a sample of them.
     samples = [
         corpus.gather(examples) for examples in batches_of(len(corpus), config.data.batch_size)
     ]
