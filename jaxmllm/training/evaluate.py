@@ -73,18 +73,21 @@ def evaluate(
     evaluated: Evaluated | None = None
     examples_drawn: Counter[int] = Counter()
     patches = 0
+    # Sums stay on the devices until the last batch, so the loop does not wait for them.
     for batch in batches:
         if should_stop():
             return None
         tell(batch.failures)
         evaluated = programs.evaluate(params, programs.put(batch), evaluated)
         patches += batch.patches
+        # Where text has no loss, no example is counted, and all of them would pass for masked.
         if programs.functions.learns_text:
             examples_drawn.update(source_of(int(example)) for example in batch.examples)
     if evaluated is None:
         return NOTHING | (NOTHING_DRAWN if programs.generators else {})
     total, failed = jax.device_get((programs.totals(evaluated.sums), evaluated.failed))
     present = [i for i in range(len(sources)) if total.examples[i]]
+    # Both sides are over all hosts: a batch names all of its examples, whoever holds their rows.
     masked = {
         sources[i]: examples_drawn[i] - int(total.examples[i]) for i in sorted(examples_drawn)
     }

@@ -49,6 +49,7 @@ def initial_state(
     saved = programs.to_saved(state)
     saved = saved._replace(params=saved.params | parameters)
     if saved.averages is not None:
+        # Those in `state` are copies of parameters that were drawn at random.
         averages = begun_averages(saved.params, programs.saved_state.averages)
         saved = saved._replace(averages=averages)
     return programs.from_saved(saved)
@@ -135,6 +136,7 @@ def read_parameters(
         _say_origins(source, parameters.keys(), abstract.keys(), say)
         return parameters
     problems = []
+    # All processes go through the same locations, and agree on whether each is damaged.
     for location in _agreed_locations(source_checkpoints(source)):
         try:
             check_files(location)
@@ -160,6 +162,7 @@ def _read_checkpoint(
     elsewhere: Collection[str],
 ) -> dict[str, Any]:
     """Parameters of the components that a checkpoint and `abstract` both have."""
+    # Paths inside of `params` alone: optimizer state, averages and counts are not taken.
     saved = {path[1:]: spec for path, spec in saved_specs(location).items() if path[0] == "params"}
     saved_components = {path[0] for path in saved}
     if twice := sorted(saved_components & {*elsewhere}):

@@ -208,12 +208,14 @@ def _check_adapters(config: Config, source: str) -> None:
 def check_writable(folder: Path, key: str = "run.directory") -> None:
     """Raise `CheckpointError` unless files can be created in `folder`, the value of config key
     `key`; create it if missing."""
+    # Several processes may try the same folder at once, each with its own file.
     probe = folder / f".{uuid.uuid4().hex}.probe"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with probe.open("wb") as stream:
             stream.write(b"0")
             stream.flush()
+            # A buffered write may succeed on a full disk, this does not.
             os.fsync(stream.fileno())
         probe.unlink()
     except OSError as error:

@@ -366,9 +366,11 @@ class StepFunctions:
         kept = None
         if keeps:
             trained, frozen = self.split(params, LANGUAGE)
+            # Media tokens are passed with the parameters, because both may need gradients.
             parted = Parted((trained, media), frozen)
             decoded, residuals = self._kept_decoder(parted, rows).forward(parted, rows)
             hidden, _ = decoded
+            # Each device keeps its own: outside, the new axis is that of the devices.
             kept = jax.tree.map(lambda leaf: leaf[None], (decoded, residuals))
         else:
             hidden, _ = self.model.hidden(params, rows, media)

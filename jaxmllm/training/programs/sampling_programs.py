@@ -44,10 +44,12 @@ class SamplingPrograms(PhasedPrograms):
           times: from 1 (noise) to 0, before they are shifted.
         """
         host = batch.host
+        # Programs are compiled for arrays of this type; a Python number could become another one.
         time_arrays = [np.asarray(time, self._real_dtype) for time in times]
         strength = np.asarray(guidance, self._real_dtype)
         pools, _, _ = self._encode(params, batch, self._zeros("failed"), backward=False)
         states, _ = self._states(params, batch, pools, backward=False)
+        # The states have been delivered: while items are drawn, nothing reads language pools.
         del pools
         for phase in self.generators:
             phase_params = self._params_of(params, phase)
@@ -84,6 +86,8 @@ class SamplingPrograms(PhasedPrograms):
             functions = GeneratorFunctions(self.functions.spanned(phase, row_class.span), phase)
             layout = functions.step.model.layout(phase)
             rows = self._abstract_generator_rows(phase, layout, row_class, row_format, self.guided)
+            # Patches have the shape of the rows' features, but the type of losses: features are as
+            # the host stores them.
             patches = jax.ShapeDtypeStruct(
                 rows.features.shape, functions.dtype, sharding=rows.features.sharding
             )

@@ -194,6 +194,7 @@ class StageFunctions:
             return model.stem(_outer_params(outer), phase, rows)
 
         def layer(params: Params, x: Array, rows: EncoderRows) -> Array:
+            # `inputs` puts flags of windows and layer numbers with the frozen parameters.
             frozen, *which = params.frozen
             return model.layer(phase, join(params.trained, frozen), x, rows, *which)[0]
 
@@ -201,6 +202,7 @@ class StageFunctions:
             params = _outer_params(outer)
             features = model.finish(params, phase, rows, x)
             tokens = model.project(params, phase, features, rows.places)
+            # Tokens are by rank already. `rows.valid` is that only where no ranks share a row.
             valid = by_rank(layout, rows.valid) if layout.span > 1 else rows.valid
             return TokenPool(tokens.astype(self._sent_dtype), valid.astype(jnp.float32))
 
@@ -238,8 +240,12 @@ class StageFunctions:
             losses = _text_losses(functions, outer, x, hidden, rows) if learns else None
             if not generates:
                 return losses
+            # Text losses leave out an example whose media could not be computed. Generators do the
+            # same with items that read its states, which are not valid here.
             computed = ~functions.failed_tokens(rows, x.valid)
             states = TokenPool(hidden.astype(self._sent_dtype), computed.astype(jnp.float32))
+            # From rows [R / g, g * C, ...], which may be in parts, to each rank's slots in packed
+            # order, [R, C, ...]
             pool: TokenPool = to_ranks(layout, states, rows.order)
             return (pool, losses) if learns else pool
 
