@@ -113,6 +113,7 @@ def dense_decoder(
         "tie_embeddings": config.flag("tie_word_embeddings"),
         "norm_epsilon": float(config.number("rms_norm_eps", 1e-6)),
     }
+    # The schema takes a window only where some layer attends in it.
     if any(windowed):
         language["window"] = config.count("sliding_window", 4096)
         language["full_layers"] = [layer for layer, narrow in enumerate(windowed) if not narrow]

@@ -104,6 +104,8 @@ def _vision(config: FolderConfig) -> dict[str, Any]:
     norm = NORMS[kind]
     epsilon = float(vision.number("layer_norm_eps", 1e-6))
     normed = vision.flag("use_qk_norm")
+    # Where features are not averaged, the reference's tower ends with a LayerNorm, whatever
+    # norm_type is.
     last_norm = not vision.flag("use_mean_pooling", True)
     if last_norm and norm != "layer":
         vision.refuse(

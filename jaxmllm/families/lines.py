@@ -75,6 +75,7 @@ class Line:
         match = _LINE_FORM.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not of the form 'key: axes -> axes'")
+        # One pair for each axis: (letters, "") of a group in parentheses, ("", letter) of any other
         axes = _AXIS.findall(match["tensor"])
         signed = [(group or letter).split() for group, letter in axes]
         backward = frozenset(
@@ -83,6 +84,7 @@ class Line:
         tensor = tuple(tuple(letter.removeprefix("-") for letter in group) for group in signed)
         parameter = tuple(group or letter for group, letter in _AXIS.findall(match["parameter"]))
         joined = " ".join(axis for axis in parameter if " " in axis).split()
+        # A joined axis tells only the product of its sizes; other sizes are axes of the parameter.
         if missing := [letter for letter in joined if letter not in (sizes or {})]:
             raise ValueError(f"{text!r}: nothing says the size of {', '.join(missing)}")
         of_joined = {letter: (sizes or {})[letter] for letter in joined}
@@ -155,11 +157,14 @@ class Line:
         """
         sizes = self._letter_sizes(shape)
         order = list(itertools.chain(*self.tensor))
+        # The part is cut out before the axes are split: `sizes` are those of the parameter alone.
         if self.parts > 1:
             length = self._part_shape(shape)[self.part_axis]
             part_slice = slice(self.part * length, (self.part + 1) * length)
             tensor = tensor[(slice(None),) * self.part_axis + (part_slice,)]
         split = tensor.reshape([sizes[letter] for letter in order])
+        # `Fit.fill` writes through the view, so a copy would lose the numbers. Empty arrays share
+        # nothing.
         assert np.shares_memory(split, tensor) or not tensor.size, "a view, not a copy"
         split = np.flip(split, tuple(order.index(letter) for letter in self.backward))
         view = split.transpose([order.index(letter) for letter in self.letters])

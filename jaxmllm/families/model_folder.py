@@ -83,6 +83,7 @@ class ModelFolder:
         expected: dict[str, tuple[int, ...]] = {}
         for path, line in fit.lines():
             shape = line.tensor_shape(shapes[path])
+            # Parameters that are joined in one tensor name the same key.
             expected |= {key: shape for key in line.keys(shapes[path])}
         for key, shape in expected.items():
             if key not in tensors:
@@ -91,6 +92,7 @@ class ModelFolder:
                 problems.append(f"{key} has {list(tensors[key].shape)}, not {list(shape)}")
             elif tensors[key].dtype not in DTYPES:
                 problems.append(f"{key} is {tensors[key].dtype}, none of {', '.join(DTYPES)}")
+        # Any other tensor must be known as one of another component, or as one that nobody reads.
         for key in tensors.keys() - expected.keys():
             if not any(fnmatchcase(key, pattern) for pattern in self.family.carried):
                 problems.append(f"{key} {list(tensors[key].shape)} belongs to no parameter")
@@ -284,10 +286,12 @@ def _open_indexed_files(index: Path) -> Iterator[WeightFile]:
         raise FolderError(f"{index} has no weight_map ({error}); copy it again") from error
     for name in sorted({*named.values()}):
         path = folder / name
+        # An index must not lead out of its folder, so names are without folders.
         if Path(name).name != name or not path.is_file():
             raise FolderError(f"{index} names {name}, which is not there; copy the folder again")
         file = WeightFile.open(path)
         keys = {key for key, file_name in named.items() if file_name == name}
+        # Both ways: keys that the index leaves out would be used as well, as all of a file are.
         if unequal := sorted(keys ^ file.tensors.keys()):
             raise FolderError(
                 f"{index} and {path} differ in {', '.join(unequal[:LISTED])}; copy the folder again"

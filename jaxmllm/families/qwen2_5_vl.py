@@ -122,12 +122,15 @@ def windowed_tower(config: FolderConfig) -> dict[str, Any]:
     }
     cell = patch * vision.count("spatial_merge_size", 2)
     full = vision.get("fullatt_block_indexes", FULL_LAYERS)
+    # Numbers beyond the last layer mean nothing to the reference; the schema would refuse them.
     full = sorted({layer for layer in full if layer < layers})
+    # Without a layer that attends in windows, the schema takes no window.
     if len(full) == layers:
         return tower
     cells = vision.count("window_size", 112) // cell
     if not cells:
         vision.refuse(f"has window_size {vision.get('window_size')}", f"a merged cell has {cell}")
+    # The reference rounds windows down to whole merged cells. `window` counts patches.
     return tower | {"window": cells * cell // patch, "full_layers": full}
 
 
@@ -202,6 +205,7 @@ def video_processor(
       fps: frames per second where the file gives none; none: all frames are taken.
     """
     _expect_usual_settings(file, section)
+    # Videos share the colors of pictures, for which the tower has one set of keys.
     for key in ("pixel_mean", "pixel_std"):
         file.expect(key.replace("pixel", "image"), list(section[key]))
     file.expect("cap_pixels_per_frame", False)
@@ -210,6 +214,7 @@ def video_processor(
     sizes: dict[str, Any] = bounds(file, pixels) | {
         "max_frames": file.number("max_frames", MAX_FRAMES)
     }
+    # Without sampling all frames are taken, whatever `fps` the file has.
     sampled = file.flag("do_sample_frames", fps is not None)
     fps = file.get("fps", fps) if sampled else None
     if fps is None:

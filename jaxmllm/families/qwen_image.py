@@ -96,6 +96,7 @@ def _transformer(config: FolderConfig) -> dict[str, Any]:
             f"has in_channels {packed}",
             f"patches of {side} x {side} numbers have a multiple of {side**2}",
         )
+    # in_channels counts the numbers of a patch, out_channels the autoencoder's channels.
     config.expect("out_channels", channels)
     heads = config.count("num_attention_heads", 24)
     size = config.count("attention_head_dim", 128)
@@ -118,6 +119,7 @@ def _transformer(config: FolderConfig) -> dict[str, Any]:
         "streams": 2,
         "norm": "layer",
         "attention_bias": True,
+        # Sections count rotary pairs, axes_dims_rope counts numbers.
         "rope_sections": [axis // 2 for axis in axes],
         "rope_origin": "centre",
         "condition_positions": "diagonal",

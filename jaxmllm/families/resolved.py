@@ -77,7 +77,10 @@ def resolved(tree: dict[str, Any]) -> dict[str, Any]:
 def _complete_from_folders(tree: dict[str, Any]) -> dict[str, Any]:
     """The tree, completed from its folders: those of towers and generator, then the decoder's."""
     data = tree.get("data")
+    # Asked before towers add sections to `data`: a tree of `model` alone, as conversion gives it,
+    # needs no tokenizer.
     reads_text = isinstance(data, dict) and data.get("tokenizer") is None
+    # Named towers and the generator come first: their folders count whatever `model.from` is.
     for component in TOWERS:
         tree = _with_named_tower(tree, component)
     tree = _with_named_generator(tree)
@@ -85,6 +88,7 @@ def _complete_from_folders(tree: dict[str, Any]) -> dict[str, Any]:
     source = model.get("from")
     if not isinstance(source, str):
         return tree
+    # A run or a checkpoint has no config.json, so the config itself gives the decoder's shapes.
     if not is_model_folder(source):
         if model.get("language") is None:
             raise ConfigError(
@@ -127,6 +131,8 @@ def _chat_template_file(folder: Path) -> Path | None:
             continue
         if path.suffix == ".jinja":
             return path
+        # A file of this name need not hold a template: processors and tokenizers have other
+        # settings in it.
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
@@ -214,14 +220,18 @@ def _with_tower(
     read = data.get(media) or {} if isinstance(data, dict) else None
     family = family_of(config, component)
     if family.processor is not None and isinstance(read, dict):
+        # In `data` the config takes precedence over the folder; in `model` it must agree (below).
         processor = family.processor(_processor_file(config.path.parent, part), shapes)
         shapes = shapes | dict(processor.model)
         data = data | {media: dict(processor.data) | read}
+        # After the keys of the processor, because colors of videos are compared with those of
+        # pictures.
         if family.videos is not None and settings.get("videos") is True:
             data = data | {
                 "videos": _videos_section(family.videos, config, shapes, data.get("videos"))
             }
         tree = tree | {"data": data}
+    # A projector from the folder puts its keys into `shapes`, and then these must agree as well.
     free = TOWER_OPEN | (PROJECTOR_OPEN - shapes.keys())
     _check_agreement(component, section, free, settings, shapes, config)
     return tree | {"model": model | {component: shapes | settings}}
