@@ -142,6 +142,8 @@ def written_pieces(
     plain = template.write(_messages(conversation, None, strip, mark=False), conversation.tools)
     tools = _map_texts(conversation.tools, control.hide)
     answers = [_Answer.of(turn) for turn in conversation.turns if _is_learned(conversation, turn)]
+    # `{% generation %}` encloses what the model says. With targets `all`, other turns are learned,
+    # too.
     said_by_template = template.has_generation and conversation.targets == "assistant"
     if said_by_template:
         messages = _messages(conversation, control, strip, mark=False)
@@ -149,6 +151,9 @@ def written_pieces(
         problem = _unfound_reason(marked, plain, control, None)
     else:
         marks = sum(answer.marks for answer in answers)
+        # Templates may split a content after its reasoning, so both parts get marks of their own.
+        # Where marks in the reasoning change what is written (it may be empty), one pair around all
+        # is tried.
         for inline in (True, False):
             marked = template.write(_messages(conversation, control, strip, inline=inline), tools)
             problem = _unfound_reason(marked, plain, control, marks)
@@ -159,6 +164,8 @@ def written_pieces(
     learned = (
         _between_marks(marked) if said_by_template else _learned(marked, template, control, answers)
     )
+    # Both texts have the marks of media, so their comparison finds none that the template drops,
+    # repeats or moves.
     media = [ord(mark) - MEDIA for mark in _PRIVATE_CHARACTER.findall(marked) if ord(mark) >= MEDIA]
     if media != list(range(len(conversation.media))):
         raise _template_error(
@@ -353,14 +360,19 @@ def _learned(
     matches = re.finditer(f"({THOUGHT_OPEN}[^{OPEN}]*)?{OPEN}[^{CLOSE}]*{CLOSE}", marked)
     after = 0
     for answer in answers:
+        # One match for each pair of marks. `_unfound_reason` has compared their total with the
+        # answers.
         spans = list(itertools.islice(matches, answer.marks))
         start = spans[0].start()
         marks_end = spans[-1].end()
         begin = marked.rfind(template.prompt, after, start) if template.prompt else -1
         if begin >= 0:
             begin += len(template.prompt)
+            # Other text between prompt and content is the template's own, and is not learned.
             if spans[0][1] or answer.calls or not marked[begin:start].strip():
                 start = begin
+        # After the marks of a call its arguments follow, so the end of the turn is searched. After
+        # a text, it follows at once or is not there.
         if answer.calls:
             end = control.turn_end.match(template.after_answer)
             turn_end = end[0].strip() if end else ""

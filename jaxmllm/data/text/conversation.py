@@ -160,12 +160,14 @@ def parse_conversation(
             "wrong_type", f"a record must be a JSON object, not {_kind(record)}"
         )
     lists = {part: _media_paths(record, key) for part, key in MEDIA_LISTS.items()}
+    # Placeholders of all messages take from the same iterators, so a path is used once.
     pending = {part: iter(paths) for part, paths in lists.items()}
     form = next((key for key in FORMS if record.get(key) is not None), "messages")
     tools: tuple[dict[str, Any], ...] = ()
     if form == "messages":
         tools = _object_list(record, TOOLS, "the record")
         messages = _field(record, "messages", list, "the record")
+        # Counts agree before contents are parsed, so that no iterator ends at a placeholder.
         _check_placeholders(
             [message.get("content") for message in messages if isinstance(message, dict)], lists
         )
@@ -186,6 +188,7 @@ def parse_conversation(
             "no_assistant_turn",
             "no turn has the role 'assistant': there is nothing to learn; a source with targets: all learns all text",
         )
+    # Turns without content still have an end to learn; an empty document has nothing.
     if not any(turn.parts or turn.role != DOCUMENT for turn in turns):
         raise ConversationError("nothing_to_learn", "holds neither a turn nor text nor media")
     return Conversation(
@@ -235,6 +238,8 @@ def _calls(message: dict[str, Any], where: str) -> tuple[ToolCall, ...]:
     calls = []
     for i, call in enumerate(_object_list(message, CALLS, where)):
         call_where = f"{where}.{CALLS}[{i}]"
+        # Calls come with the wrapper {"type": "function", "function": ...} or without; the id is
+        # outside.
         function = call
         if call.get("function") is not None:
             function = _field(call, "function", dict, call_where)

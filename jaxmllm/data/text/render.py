@@ -114,6 +114,8 @@ def _render_turns(
             if isinstance(part, MediaPart):
                 modality = modality_of(part, modalities)
                 frame = layout.media[part.part]
+                # The assistant makes a generated item, and so writes its frame; other items are
+                # shown to it.
                 frame_learned = learned and modality.generated
                 for caption, reference, shape in _framed_units(part, modality, next(remaining)):
                     sequence.add_text(tokenizer.encode(caption))
@@ -124,6 +126,8 @@ def _render_turns(
                     sequence.add_text((*frame.end, *tokenizer.encode(frame.after)), frame_learned)
             else:
                 sequence.add_text(tokenizer.encode(part.text), learned)
+        # The end is learned with the answer, because it stops generation. The separator comes after
+        # that.
         sequence.add_text((layout.turn_end,), learned)
         if spoken:
             sequence.add_text(layout.separator)
@@ -145,6 +149,7 @@ def _conversation_pieces(conversation: Conversation, tokenizer: TemplateTokenize
     turn = conversation.turns[0]
     if turn.role != DOCUMENT:
         return written_pieces(conversation, tokenizer.template, tokenizer.control)
+    # All of a document is learned: with targets `assistant` its record has been refused.
     media_numbers = itertools.count()
     pieces = [Piece(token) for token in tokenizer.document_begin]
     for part in turn.parts:
@@ -251,6 +256,7 @@ def modality_of(part: MediaPart, modalities: Mapping[str, Modality]) -> Modality
     generating = [modality for modality in taking if modality.generated]
     if part.answered and generating:
         return generating[0]
+    # Without a generator, an encoder reads the media of answers like all others.
     for modality in taking:
         if not modality.generated:
             return modality
