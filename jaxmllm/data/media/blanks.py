@@ -77,6 +77,7 @@ class Blanks(Generated):
         """Patch grid of a blank item. Raises `MediaError`: answered_before, cut_patch,
         too_many_frames, image_too_large."""
         learned = self.learned
+        # A clip to be drawn has the part "video", which wraps its reference.
         blank = media.media if isinstance(media, Clip) else media
         if not isinstance(blank, Blank):
             raise MediaError(
@@ -93,6 +94,8 @@ class Blanks(Generated):
                 "too_many_frames",
                 f"{blank}: the run has learned to draw at most max_frames ({learned.max_frames}) of data",
             )
+        # A last patch of pixels may have more frames than are asked for, which `frames` cuts off.
+        # One of latents may not.
         if isinstance(learned, GeneratedPixels):
             self._check_area(blank, learned.max_pixels)
         elif blank.frames % learned.patch_frames:

@@ -58,10 +58,12 @@ def check_wave(file: Stream, media: MediaReference) -> None:
         chunk_size = int.from_bytes(head[4:], order)
         begin = position + 8
         if name == b"ds64":
+            # RF64: first the size of the file, then that of the samples, in 64 bits each
             stored_64 = int.from_bytes(read(file, begin + 8, 8), "little")
         if name == b"data":
             if chunk_size == 0xFFFF_FFFF and stored_64 is not None:
                 chunk_size = stored_64
+            # A file that is as long as such a size says is compared with it like any other.
             elif chunk_size >= STREAMED and begin + chunk_size > size:
                 return
             if begin + chunk_size > size:
@@ -72,6 +74,7 @@ def check_wave(file: Stream, media: MediaReference) -> None:
                 )
             _check_after_data(file, begin + chunk_size, size, order, media)
             return
+        # A chunk of odd size is followed by one byte of padding.
         position = begin + chunk_size + chunk_size % 2
     # The file has no samples: libsndfile reports that.
 
@@ -204,6 +207,7 @@ def _read_page(file: Stream, position: int) -> _Page | None:
     head = read(file, position, _PAGE_HEAD + 255)
     if len(head) < _PAGE_HEAD or head[:5] != b"OggS\0":
         return None
+    # Sizes of the segments, one byte each; byte 26 is their number.
     table = head[_PAGE_HEAD : _PAGE_HEAD + head[26]]
     size = _PAGE_HEAD + len(table) + sum(table)
     content = read(file, position, size)

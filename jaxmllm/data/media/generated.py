@@ -188,6 +188,8 @@ class GeneratedPixels(Generated, Images):
         indices = range(min(frame_count, self.max_frames))
         if not sampled:
             return indices
+        # The frame shown at a middle is the first that ends after it. The last middle may be at the
+        # end of the clip or past it, because the number of frames is rounded.
         ends = list(accumulate(seconds))
         middles = (Fraction(2 * index + 1, 2) / fps for index in indices)
         return [min(bisect_right(ends, middle), len(ends) - 1) for middle in middles]

@@ -399,6 +399,7 @@ def _filling_cells(height: int, width: int, cell: int, max_cells: int) -> tuple[
         rows, columns = (max(1, math.ceil(size * scale / cell)) for size in (height, width))
         return rows, columns
 
+    # `low` always fits: it begins at a scale that leaves a single cell.
     low = FILL_STEP / 10
     high = FILL_MAX_SCALE
     while high - low >= FILL_STEP:

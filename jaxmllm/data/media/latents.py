@@ -235,6 +235,8 @@ def _read_safetensors_header(file: Stream, media: MediaReference) -> _ArrayLocat
             "unsupported_latents",
             f"{media} holds {type_name}, and latents are one of {', '.join(TENSOR_TYPES)}",
         )
+    # Offsets begin after the header, and the one tensor takes all bytes from 0 on. Signs are
+    # checked, too: two negative sizes have a positive product.
     stored = _ArrayLocation(TENSOR_TYPES[type_name], tuple(shape), 8 + length)
     if min(shape, default=0) < 0 or offsets != [0, stored.size]:
         raise _broken_header_error(media, f"{type_name}{shape} at {offsets}")

@@ -91,6 +91,8 @@ def open_stream(file: Stream, media: MediaReference) -> MpegStream:
             f"{media} has {size} bytes, but its MP3 header says {stored_bytes}: the file is cut; copy it again",
         )
     if stored_bytes is not None:
+        # More bytes may follow the stored size, as tags do. An info frame there begins another
+        # stream.
         second = read(file, start + stored_bytes, _HEAD_BYTES)
         if (frame := _parse_frame(second)) is not None and _parse_info(second, frame)[0]:
             raise _joined_error(media, f"a second stream begins at byte {start + stored_bytes}")
@@ -106,6 +108,7 @@ def scan(file: Stream, stream: MpegStream, media: MediaReference, max_frames: in
     undecodable_audio (bytes between frames).
     """
     size = size_of(file)
+    # The info frame holds no sound, and the number that it stores leaves it out.
     begin = stream.start + (stream.first.size if stream.has_info else 0)
     position = begin
     frames = 0
@@ -115,6 +118,8 @@ def scan(file: Stream, stream: MpegStream, media: MediaReference, max_frames: in
         if frame is None:
             _check_tail(file, position, frames == stream.stored, media)
             break
+        # Streams that were joined without a tag between them differ in format, or the second has an
+        # info frame of its own.
         if (frame.rate, frame.channels) != (stream.first.rate, stream.first.channels):
             raise _joined_error(
                 media, f"{frame.rate} Hz in {frame.channels} channels begin at byte {position}"
@@ -243,17 +248,20 @@ def _check_tail(file: Stream, position: int, complete: bool, media: MediaReferen
         head = read(file, position, 32)
         if not head:
             return
+        # A frame after a tag is the beginning of a second file.
         if tags and is_frame(head):
             raise _joined_error(media, f"a second stream begins at byte {position}")
         if head[:3] == b"ID3" and len(head) >= 10:
             position += _id3_size(head)
         elif head[:8] == b"APETAGEX" and len(head) == 32:
+            # The size in the header counts what follows it, the footer included.
             position += 32 + int.from_bytes(head[12:16], "little")
         elif head[:3] == b"TAG":
             position += _ID3V1_BYTES
             complete = True
         elif head[:11] == b"LYRICSBEGIN" or complete or only_zeros(file, position):
             return
+        # Two bytes tell sync, version and layer; the two that may lack are replaced by valid ones.
         elif is_frame(head[:2] + bytes([0x90, 0])) and len(head) < 4:
             raise MediaError(
                 "truncated_audio", f"{media} ends within the header of an MP3 frame; copy it again"

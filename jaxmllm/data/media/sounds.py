@@ -218,6 +218,7 @@ class Sounds:
             check_last_page(file, media)
         elif kind == "MP3":
             stream = mpeg.open_stream(file, media)
+            # libsndfile would guess the length from the bit rate, so it is not asked.
             if not stream.understood:
                 frames = (
                     self._scan_frames(file, stream, media).frames
@@ -251,6 +252,8 @@ class Sounds:
             check_flac(file, header.frames, media)
         elif header.stream is not None:
             scan = self._scan_frames(file, header.stream, media)
+            # A count that libsndfile does not understand is replaced by an info frame with the
+            # number of frames. The stream ends with the last frame, without the tags after it.
             begin = header.stream.start if header.stream.understood else scan.begin
             file.seek(begin)
             info = b"" if header.stream.understood else mpeg.info_frame(header.stream, scan.frames)

@@ -233,6 +233,7 @@ def write_video(path: Path, frames: NDArray[np.uint8], fps: float) -> None:
     import av
 
     _, height, width, _ = frames.shape
+    # The exact fraction of a float such as 29.97 has a denominator that av cannot store.
     rate = Fraction(fps).limit_denominator(1_000_000)
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream(ENCODER, rate=rate, options={"crf": QUALITY})
@@ -242,4 +243,5 @@ def write_video(path: Path, frames: NDArray[np.uint8], fps: float) -> None:
         for pixels in frames:
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
             container.mux(stream.encode(frame))
+        # Called without a frame, the encoder returns what it still holds.
         container.mux(stream.encode())
