@@ -207,6 +207,8 @@ class Corpus:
             rendered = render(conversation, self.tokenizer, self.modalities, index.shapes(local))
         except ValueError as error:
             raise DataError(_changed_record_message(index, local, f": {error}")) from error
+        # A changed record may still be valid, so its text and its length are compared with the
+        # index.
         same = zlib.crc32(record.strip()) == index.checksum[local]
         if not same or len(rendered.tokens) != index.language_length[local]:
             raise DataError(_changed_record_message(index, local))
@@ -352,6 +354,8 @@ def _oversized_examples(
         for item in np.flatnonzero(
             (index.item_phase == phase_index) & (index.item_length > limits[phase])
         ):
+            # The last example that begins at or before the item. Examples without items begin where
+            # the next one does, and `right` skips them.
             example = int(np.searchsorted(index.item_start, item, side="right")) - 1
             media = index.source.media(index.media.address[index.item_media[item]])
             refused.setdefault(
@@ -359,6 +363,7 @@ def _oversized_examples(
                 f"{shown(media)} takes {index.item_length[item]} slots of the {phase} phase, but its largest row holds "
                 f"{limits[phase]}: {_SHORTENING_ADVICE.get(phase, 'shorten it')}, or raise phases.{phase}.capacities",
             )
+    # After the media: the length of a conversation is named only if none of its items is too long.
     limit = limits.get(LANGUAGE)
     for example in () if limit is None else np.flatnonzero(index.language_length > limit).tolist():
         refused.setdefault(

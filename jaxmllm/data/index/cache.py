@@ -94,6 +94,7 @@ def still_known(stored: Stored, formats: Formats) -> dict[MediaKey, Measured]:
         for start in range(0, len(media.address), STAMPS_AT_ONCE)
     ]
     with ThreadPoolExecutor(STAMP_THREADS) as pool:
+        # In the order of the table, so that a stamp's number is its row.
         stamps = chain.from_iterable(
             pool.map(lambda group: [index.source.media_stamp(a) for a in group], groups)
         )
@@ -168,10 +169,13 @@ def write_cache(file: Path, stored: Stored) -> None:
         name: getattr(index, name) for name in (*EXAMPLE_COLUMNS, *ITEM_COLUMNS, "item_start")
     }
     columns |= {f"media_{name}": getattr(media, name) for name in MEDIA_COLUMNS}
+    # As bytes of JSON, because `read_cache` takes no pickled objects.
     columns["words"] = np.frombuffer(json.dumps(words).encode(), np.uint8)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         _sweep_drafts(file)
+        # `_sweep_drafts` reads from the name whether the writer is alive. The draft is in the
+        # folder of the file, because renaming works within a file system.
         draft = f"{file.name}.{socket.gethostname()}.{os.getpid()}."
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=draft) as folder:
             np.savez(Path(folder, file.name), **columns)

@@ -152,6 +152,7 @@ class LengthIndex:
             Rejected(str(self.id[example]), *self.source.place(int(self.line[example])), *failure)
             for example, *failure in refused
         ]
+        # The media table stays whole, because items refer to it by row.
         columns = {name: getattr(self, name)[keep] for name in EXAMPLE_COLUMNS}
         columns |= {name: getattr(self, name)[keep_items] for name in ITEM_COLUMNS}
         rejected = tuple(

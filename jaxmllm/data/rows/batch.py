@@ -68,6 +68,7 @@ class Batch:
         items = self.items.phases[phase]
         example = int(self.examples[index])
         start, stop = self._first_items[phase][index : index + 2].tolist()
+        # Both sides are in the reading order of the example, so they pair up by place.
         spans = [span for span in self.example(index).media if span.phase == phase]
         if len(spans) != stop - start:
             raise MisalignmentError(
