@@ -95,11 +95,13 @@ def _field_comments(section: type[BaseModel]) -> dict[str, str]:
     A class that declares a field again without a comment keeps the inherited one.
     """
     comments = {}
+    # From the bases to the section, so that a field declared again has its last comment.
     for base in reversed(section.__mro__):
         if not issubclass(base, Section):
             continue
         source = inspect.getsource(base)
         tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        # All comments by line; of these, `comment_lines` have no code before them.
         words = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
         comment_lines = {
             line_number
@@ -131,6 +133,7 @@ def _type_choices(annotation: Any, constraints: Iterable[Any], many: bool) -> li
     arguments = get_args(annotation)
     if origin is Annotated:
         inner, *outer = arguments
+        # A pydantic `Field` holds constraints as its metadata; others stand alone.
         nested = [item for info in outer for item in getattr(info, "metadata", [info])]
         return _type_choices(inner, nested, many)
     if origin is Literal:

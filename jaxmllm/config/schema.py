@@ -220,6 +220,7 @@ class Config(Section):
 
     def _check_generator(self) -> None:
         if self.model.diffusion is None:
+            # The losses of routers need experts, not a generator.
             if self.objective != ObjectiveConfig(experts=self.objective.experts):
                 raise ValueError(
                     "objective: it says how the losses of a model that draws add up, and this one has but the "
@@ -290,6 +291,7 @@ class Config(Section):
                 f"pipeline.stages ({stages}): what a router of model.language.experts adds goes with the loss of text "
                 "there, and objective.language.weight is 0; set one of the two"
             )
+        # `remat` is a word or names of what is kept; in a word, `in` would look for a substring.
         if "mlp" in language.remat and not isinstance(language.remat, str):
             raise ValueError(
                 f"components.language.remat ({[*language.remat]}): the products of experts are computed again in any "
@@ -334,6 +336,7 @@ class Config(Section):
                 "model.language.media_positions (line): groups of frames have times on an axis of their own; set grid, "
                 "or model.vision.videos: false"
             )
+        # Without `fps` all frames are taken, and only `max_frames` bounds them.
         fewest = videos.max_frames if videos.fps is None else videos.min_frames
         if fewest < vision.patch_frames:
             raise ValueError(

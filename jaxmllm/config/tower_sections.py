@@ -373,6 +373,8 @@ class AudioConfig(TowerConfig):
     @model_validator(mode="after")
     def _check_chunk(self) -> AudioConfig:
         token = self.stem_stride * self.merged
+        # With `stem_channels`, empty slots fill a chunk up to whole tokens of the tower's
+        # attention.
         slots = self.chunk_frames if self.stem_channels is None else self.chunk_slots
         if slots % token:
             raise ValueError(
