@@ -114,6 +114,7 @@ class Checkpoints:
         `CheckpointError` if there is no such checkpoint or if paths, shapes or dtypes differ from
         those saved.
         """
+        # A save that is still running counts among the steps once it is complete.
         self.wait()
         steps = self.steps
         step = self.latest_step if step is None else step
@@ -132,6 +133,7 @@ class Checkpoints:
             if names := fresh.get(field):
                 say(f"{words.what} of {', '.join(names)}: begins {words.begins} from step {step}")
                 abstract = {name: fields[field][name] for name in names}
+                # Averages begin at the parameters just read, not at those that the state had.
                 averages = field == "averages"
                 begun = begun_averages(state["params"], abstract) if averages else _zeros(abstract)
                 state[field] = dict(sorted((state.get(field, {}) | begun).items()))
@@ -152,12 +154,14 @@ class Checkpoints:
         """
         self.wait()
         damaged: list[tuple[int, str]] = []
+        # All processes try the same steps: damage of a checkpoint is found by all or by none.
         for step in reversed(agreed_numbers(self.steps)):
             try:
                 state = self.restore(abstract_state, step, say)
             except DamagedError as error:
                 damaged.append((step, str(error)))
                 continue
+            # Only now: if no checkpoint is usable, all stay where they are.
             for damaged_step, problem in damaged:
                 say(
                     f"{problem}; put aside as {damaged_step}{DAMAGED}, continuing from checkpoint {step}"

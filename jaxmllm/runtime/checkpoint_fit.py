@@ -41,6 +41,7 @@ def with_trained_components(
     target = {name: value for name, value in fields.items() if value is not None}
     for field in BY_COMPONENT.keys() & fields.keys():
         abstract_fields = {} if fields[field] is None else fields[field]
+        # Without components there is nothing to leave out; the arrays are compared below.
         if not isinstance(abstract_fields, dict):
             continue
         saved_names = {path[1] for path in saved if path[0] == field and len(path) > 1}
@@ -51,6 +52,7 @@ def with_trained_components(
         }
         if not target[field]:
             del target[field]
+    # All other arrays, parameters included, must be the same on both sides.
     left_out = {
         (field, name)
         for of_field in (fresh, unused)

@@ -84,6 +84,8 @@ def measured_cpu_flops(dtype: str, size: int = 768, repeats: int = 4) -> float:
         sharding,
         lambda index: np.full((1, size, size), 1e-3, jnp.dtype(dtype)),
     )
+    # Each device multiplies a matrix of its own, and all do so at once: the FLOPs of one product
+    # over the time of all are the share of one device.
     product = jax.jit(lambda x: x @ x, out_shardings=sharding)
     product(matrices).block_until_ready()
     seconds = []

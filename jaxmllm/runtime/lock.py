@@ -161,6 +161,8 @@ class RunLock:
         if holder.host == self._holder.host:
             if _start_time(holder.pid) != holder.process:
                 return True
+            # The holder lives and has this folder, or does not say which (0). Otherwise this folder
+            # is a copy of the holder's, lock included, and only a beat can tell.
             if holder.folder in (0, self._holder.folder):
                 return False
         self._say(
@@ -171,6 +173,7 @@ class RunLock:
         while time.monotonic() < deadline:
             time.sleep(min(POLL_SECONDS, self._silence / 10))
             if self._read_holder() != holder:
+                # Another content is a sign of life; no file at all means that it was released.
                 return self._read_holder() is None
         return True
 

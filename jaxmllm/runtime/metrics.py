@@ -257,9 +257,12 @@ def _trim_records(path: Path, step: int) -> None:
                 record = _parsed_record(line)
                 if record is not None and record["step"] <= step:
                     yield line.removesuffix("\n") + "\n"
+                # A last line without its end was cut short when the run was killed, which is no
+                # damage.
                 damaged += record is None and line.endswith("\n") and bool(line.strip())
         if damaged:
             aside = path.with_name(f"{path.name}.damaged")
+            # The file is still as it was: it is replaced after the last line has been yielded.
             shutil.copyfile(path, aside)
             print(
                 f"{path}: {damaged} lines are no records and are left out; the file as it was is {aside.name}"

@@ -168,6 +168,7 @@ class Agreement:
         self._requested = requested
         self._poll_seconds = poll_seconds
         self._patience_seconds = patience_seconds
+        # Guards `_calls` and `_answered`, which the thread reads while the main thread counts.
         self._lock = threading.Lock()
         self._calls = 0
         self._answered = False
