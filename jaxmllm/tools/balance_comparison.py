@@ -67,6 +67,7 @@ def compare_on_data(
     mesh = planning_mesh(config, ranks)
     config = _with_batch_size(config, axis_sizes(mesh), per_rank)
     inputs = prepare(config, mesh)
+    # The batch after those that sizes were chosen from.
     items = inputs.corpus.gather(
         batch_examples(inputs.order, config.data.batch_size, len(inputs.samples))
     )

@@ -147,6 +147,7 @@ def time_phase(
     """
     spec = programs.spec.phases[phase]
     row_format = run.corpus.formats.get(phase)
+    # Items of encoders are whole tokens of the language model, aligned as their rows ask for.
     unit = (
         1
         if row_format is None
@@ -310,6 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if config.pipeline.stages > 1:
         _calibrate_ticks(run, options.repeats)
         return 0
+    # All processes measure, since they run the programs together; one of them writes.
     calibration = measure(run, options.repeats)
     if run.is_main:
         write_atomically(options.out, calibration.model_dump_json(indent=1) + "\n")

@@ -49,6 +49,7 @@ def draw(title: str, layouts: Sequence[PlannedLayout], budget: float) -> Figure:
     memory.set_xlim(0, 1.05 * max(budget / GB, *(sum(sizes.values()) for sizes in held)))
     memory.set_xlabel("GB of a device at the peak; dashed: what a run may take")
     seconds.set_yticks(range(len(layouts)), [layout.choice.words for layout in layouts])
+    # The axis is shared, so this turns both charts.
     seconds.invert_yaxis()
     figure.text(
         0.008, 1 - 0.14 / height, title, fontsize=15, fontweight="bold", color=INK, va="top"
@@ -60,6 +61,7 @@ def _draw_bars(axes: Axes, layouts: Sequence[Mapping[str, float]]) -> None:
     """Draw a bar of stacked parts for each layout, and the parts' names below."""
     longest = max(sum(parts.values()) for parts in layouts)
     all_names = dict.fromkeys(name for parts in layouts for name in parts)
+    # Parts too small to be seen in any bar get no colour; bars are shorter by them.
     names = [
         name
         for name in all_names

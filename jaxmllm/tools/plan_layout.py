@@ -176,6 +176,7 @@ def _device_counts(text: str) -> tuple[int, ...]:
 def _planned(options: argparse.Namespace, cluster: Cluster) -> int:
     """Search layouts for one number of devices; print the result and write it."""
     if options.check:
+        # Before anything asks JAX for devices: the check compiles programs and runs none.
         only_compile()
     config = load_run_config(options.config, options.overrides)
     if options.check and config.pipeline.stages > 1:

@@ -73,6 +73,7 @@ class DataLengths:
         samples = sizing_samples(order, corpus, size)
         others = source_batches(corpus.members, corpus, size)
         steps = [corpus.gather(examples) for examples in examples_of_steps]
+        # Held-out examples are never planned here, but a run's rows have to hold them too.
         longest_items = {
             phase: max(opened.longest(phase) for opened in corpora) for phase in model.phases
         }

@@ -78,5 +78,6 @@ def read_clips(
     what = "the clips of feature_attention_mask"
     spans = places["audio"].spans(path, what, sounds, shapes, texts)
     settings = {part.name: getattr(sounds, part.name) for part in fields(sounds)}
+    # All frames, also those past the sound: a tower may hear some of the silence after it.
     frames = {str(number): clip.T.astype(np.float32) for number, clip in enumerate(features)}
     return PreparedSounds(**settings, frames=frames), spans

@@ -107,6 +107,7 @@ class PreparedTexts:
             arrays[TYPES] = arrays.pop(TYPES_IN_GEMMA)
         encoders = () if config is None else config.model.encoders
         known = [*ARGUMENTS, *(name for encoder in encoders for name in MEDIA[encoder][0])]
+        # Token ids mark the media of an encoder; where its first kind has none, `TYPES` does.
         if not placeholders.keys() >= {PARTS[encoder][0] for encoder in encoders}:
             known.append(TYPES)
         if "input_ids" not in arrays or not arrays.keys() <= {*known}:
@@ -137,10 +138,12 @@ class PreparedTexts:
             raise ConfigError(
                 f"{path}: labels must be 0 .. {vocabulary - 1}, or {NO_TARGET} (got {labels[~known_labels][0]})"
             )
+        # The mask may leave out any columns, so a text is a list of columns, [L], not a slice.
         slots = tuple(np.flatnonzero(row).astype(np.int32) for row in mask)
         tokens = tuple(row[chosen].astype(np.int32) for row, chosen in zip(ids, slots, strict=True))
         targets = []
         for row, chosen in zip(labels, slots, strict=True):
+            # A label stands at the token itself, a target at the token before it.
             following = np.append(row[chosen][1:], NO_TARGET)
             targets.append(np.where(following == NO_TARGET, -1, following).astype(np.int32))
         if not any((of_text >= 0).any() for of_text in targets):
@@ -238,6 +241,7 @@ class PreparedRun:
         placeholders = {}
         for name, family in families.items():
             finders = (family.placeholder, family.video_placeholder)
+            # `PARTS` has one kind for audio, so the finder of videos is left over there.
             for kind, find in zip(PARTS[name], finders, strict=False):
                 if find is not None:
                     placeholders[kind] = find(folder.config)
@@ -249,6 +253,7 @@ class PreparedRun:
         batch = texts.gather(np.arange(len(texts.tokens)))
         longest = {phase: int(items.length.max()) for phase, items in batch.phases.items()}
         formats = row_formats(texts.modalities)
+        # All texts are one batch, and rows are sized to hold just that.
         spec = choose_sizes(
             [batch],
             sizing_inputs(config, model, formats, longest, spans),

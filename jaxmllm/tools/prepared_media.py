@@ -61,6 +61,7 @@ class Places:
             raise ConfigError(
                 f"{path}: {what} have {tokens} tokens, and {self.source} {run_tokens}"
             )
+        # Items are numbered through all texts, in the order in which `tokens` was compared above.
         numbers = itertools.count()
 
         def span(start: int, stop: int) -> MediaSpan:

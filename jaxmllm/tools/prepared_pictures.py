@@ -105,6 +105,7 @@ def read_pictures(
         ("video", "videos", VIDEOS, OF_VIDEO),
     ):
         missing = [name for name in names if name not in arrays]
+        # Neither argument is there: the texts have no media of this kind.
         if missing == [*names]:
             continue
         if missing:
@@ -118,6 +119,7 @@ def read_pictures(
             )
         what = f"the {kind} of {names[1]}"
         of_texts = places[medium].spans(path, what, images, shapes, texts, prefix)
+        # Pictures stand before videos here; the caller puts both into reading order.
         spans = [(*before, *added) for before, added in zip(spans, of_texts, strict=True)]
         by_item = zip(shapes, np.split(colors, np.cumsum(counts)[:-1]), strict=True)
         patches |= {
@@ -152,6 +154,8 @@ def _read_squares(
         )
     shapes = [(tiles, *grid) for tiles in counts]
     spans = places.spans(path, "the pictures of pixel_values", images, shapes, texts)
+    # [tiles, 3, side, side] becomes one frame of [tiles, side, side, 3]. Below, the tiles of a
+    # picture are put on top of each other, [tiles * side, side, 3], as `patches` takes them.
     (colors,) = _levels(path, "pixel_values", pixels.transpose(0, 2, 3, 1)[None], vision)
     pictures = np.split(colors.reshape(-1, side, 3), side * np.cumsum(counts)[:-1])
     patches = {

@@ -52,6 +52,7 @@ def make_pictures(
         height = round(np.sqrt(area / aspect))
         image = Image.fromarray(_figure_pixels(rng, height, width, COLOURS[colour]))
         path = folder / f"{index:05d}"
+        # Five encodings and six colours take turns, so that no encoding tells a colour.
         match index % 5:
             case 0:
                 path = path.with_suffix(".png")
@@ -115,8 +116,10 @@ def _wave(rng: np.random.Generator, sound: str, samples: int, rate: int) -> NDAr
         frequency = 1000 + 600 * np.sin(
             2 * np.pi * rng.uniform(6, 8) * time + rng.uniform(0, 2 * np.pi)
         )
+        # The phase is the integral of a frequency that changes.
         wave = np.sin(2 * np.pi * np.cumsum(frequency) / rate)
     else:
+        # Seconds since the last of 14 to 20 clicks in a second, each a burst of noise that fades.
         since_click = (time + rng.uniform(0, 0.05)) % (1 / rng.uniform(14, 20))
         wave = rng.uniform(-1, 1, samples) * np.exp(-since_click / 0.003)
     return rng.uniform(0.4, 0.8) * wave + rng.normal(0, 0.003, samples)

@@ -141,9 +141,11 @@ def make_shapes(out: Path, seed: int = 0, train: int = 9216, test: int = len(SCE
         for split, length in (("train", of_train), ("test", of_test)):
             split_scenes = [scene for scene in scenes if split == "test" or not scene.unseen]
             name = f"{kind}-{split}"
+            # Each file has random numbers of its own, so its length changes no other.
             random = random_of(seed, name, "shapes")
             maker = _RecordMaker(out, Path("media") / name, random, split_scenes, split == "test")
             records_of[name] = [record(maker, n) for n in range(length)]
+            # Lazy, and written before the loop changes `name`.
             lines = (r.conversation(f"{name}-{n:05d}") for n, r in enumerate(records_of[name]))
             _write_lines(out / f"{name}.jsonl", lines)
     for file, requested in (("draw", ("pictures-test", "clips-test")), ("edit", ("edits-test",))):

@@ -64,6 +64,7 @@ def look_at_clip(frames: Sequence[NDArray[np.uint8]]) -> dict[str, str | None]:
     """Colour, shape and motion that the frames [height, width, 3] of a clip show; None where they
     show none."""
     figures = [_find_figure(frame) for frame in frames]
+    # Frames vote, and those that show nothing vote for None.
     colours = Counter(figure[0] if figure else None for figure in figures)
     shapes = Counter(_best_shape(figure[1]) if figure else None for figure in figures)
     motion = None
@@ -71,6 +72,7 @@ def look_at_clip(frames: Sequence[NDArray[np.uint8]]) -> dict[str, str | None]:
     end = figures[-1]
     if start is not None and end is not None:
         displacement = np.subtract(_centroid(end[1]), _centroid(start[1]))
+        # How far the figure went in each direction; a way back counts negative.
         distances = {name: float(displacement @ np.array(step)) for name, step in MOTIONS.items()}
         best = max(distances, key=lambda name: distances[name])
         motion = best if distances[best] >= LEAST_WAY else None
@@ -192,6 +194,7 @@ def _scores(files: Sequence[tuple[Scene, Mapping[str, bool]]]) -> dict[str, floa
     """Shares of files whose aspects are right, as `judge` returns them; None without files."""
     if not files:
         return None
+    # All files are pictures or all are clips, so the first has the aspects of all.
     _, judged = files[0]
     shares: dict[str, float | None] = {}
     for name in ("colour", "shape", "place", "motion"):

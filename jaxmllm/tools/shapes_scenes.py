@@ -144,10 +144,12 @@ class Figure:
         """A figure of a scene with random size and shades, near its place or along its way."""
         drift = random.uniform(-DRIFT, DRIFT, 2)
         if scene.place is None:
+            # Offsets from the middle of the picture, from one end of the way to the other.
             way = np.linspace(MIDDLE - 0.5, 0.5 - MIDDLE, frames)
             middles = 0.5 + np.outer(way, MOTIONS[scene.motion or ""])
         else:
             row, column = divmod(PLACES.index(scene.place), 2)
+            # 0 becomes `MIDDLE`, and 1 the same distance from the far edge.
             middles = np.array([(abs(row - MIDDLE), abs(column - MIDDLE))])
         middles = (middles + drift) * (height, width)
         radius = random.uniform(SMALLEST, LARGEST) * min(height, width)

@@ -79,8 +79,10 @@ def of_schedules(schedules: Sequence[Schedule], title: str, unit: int = 1) -> Ti
     for schedule in schedules:
         graph = schedule.graph
         lengths = [duration * unit / PFLOP for duration in durations(schedule)]
+        # Runs follow one another: each begins at the last edge of the one before.
         for row in schedule.ticks.tolist():
             for rank, n in enumerate(row):
+                # -1: the rank waits in this tick.
                 if n >= 0:
                     bars.append(
                         Bar(
@@ -141,6 +143,7 @@ def plan_step_of(
     """
     if step < 1:
         raise ConfigError(f"--step {step}: steps are counted from 1")
+    # Segments count steps from 0: step n, counted from 1, is in one that begins before n.
     past = [segment for segment in history if segment.step < step] or [segment_of(config)]
     data = config.data.model_copy(update={"batch_size": past[-1].batch_size})
     config = config.model_copy(update={"data": data})
@@ -270,6 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "table": lambda options: of_table(options.table),
         "generated": _generated_timeline,
     }
+    # An option that was not given is None, or False if it is a flag.
     chosen = [name for name in kinds if getattr(options, name) not in (None, False)]
     if len(chosen) != 1:
         parser.error("one of --config, --run, --table and --generated is required")
@@ -280,6 +284,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--save needs --step: the last step's tables are {SCHEDULE_FILE} already")
     if kind in ("table", "generated") and (options.save or options.step is not None):
         parser.error("--save and --step belong to --config or --run")
+    # These options default to None, so that one given without --generated can be refused; their
+    # defaults are put in afterwards.
     generated_options = {name for name in GENERATED if getattr(options, name) is not None}
     if kind != "generated" and generated_options:
         parser.error(

@@ -141,6 +141,7 @@ def _draw_bars(axes: Axes, timeline: Timeline) -> None:
             Rectangle(corner, bar.length, 0.84, facecolor=color, edgecolor="white", linewidth=thin),
         )
         if bar.length / end >= NARROW:
+            # The sum of red, green and blue is 3 for white: light bars have dark numbers.
             ink = INK if sum(to_rgb(color)) > 1.7 else "white"
             text = str(bar.microbatch)
             axes.text(

@@ -274,6 +274,7 @@ def _phase_record(
     ideal = sum(waste.ideal for waste in wastes)
     max_over_mean = sum(waste.max_over_mean * waste.ideal for waste in wastes) / ideal
     synchronised = sum(waste.synchronised * waste.ideal for waste in wastes) / ideal
+    # Padding has no floor: its sum is empty, and the 0 becomes None again.
     floor = sum(waste.floor * waste.ideal for waste in wastes if waste.floor is not None) or None
     return _record(
         phase,
@@ -312,6 +313,7 @@ def _record_cells(record: dict[str, Any]) -> list[Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__, "jaxmllm waste")
+    # None, unlike 0, leaves run.seed as the config has it.
     parser.set_defaults(seed=None)
     add_config(parser)
     parser.add_argument(

@@ -396,8 +396,10 @@ def _batch_items(
         tokens = ceil_divide(heard, frames)
         phases["audio"] = _items(clips.example, tokens * frames, heard, tokens, text)
     length = text.copy()
+    # Before generators are added to `phases`: only what encoders read lengthens a text.
     for items in phases.values():
         length += sums_by(items.example, items.tokens.astype(np.int64) + FRAME_TOKENS, len(text))
+    # Indexing adds once to each example, which has at most one drawn item.
     length[drawn.example] += FRAME_TOKENS
     examples = np.arange(len(text))
     zeros = np.zeros(len(text), np.int32)
@@ -461,6 +463,7 @@ def _longest_item(phase: str, task: Task, model: ModelConfig) -> int:
     clip = 0
     if task.clip is not None and model.audio is not None:
         clip_frames = math.ceil(task.clip.high * FRAMES_PER_SECOND)
+        # In language tokens, as `image` is.
         clip = ceil_divide(_heard(clip_frames, model.audio), frames)
     if phase == "vision":
         return image * slots_per_token("vision", model) if images else 0
