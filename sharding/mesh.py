@@ -148,7 +148,7 @@ def _prime_factors(spans: Sequence[int]) -> list[int]:
         # The factors so far multiply to the shorter span; these make them multiply to this one.
         remaining = span // shorter
         factor = 2
-        # No number below `factor` divides what remains, so a factor that does is a prime.
+        # No number below `factor` divides what remains, so if `factor` does, it is prime.
         while remaining > 1:
             if remaining % factor:
                 factor += 1

@@ -71,8 +71,8 @@ def choice(kernel: Kernel, platform: str, dtype: Any, head: int, block: int) -> 
     """The kernel that runs where a config has `kernel`, for heads of this size and dtype in blocks
     of `block` slots."""
     if kernel != "auto":
-        # A kernel that was asked for by name is kept, with what it needs instead of these inputs,
-        # for the caller to report. Only "cpu" gives way to "jax", on other platforms.
+        # A kernel asked for by name is kept even if it cannot take these inputs: the caller reports
+        # why. Only "cpu", if it could take them, becomes "jax" on other platforms.
         needs = unsupported_reason(kernel, dtype, head, block)
         if needs or kernel != "cpu" or platform == "cpu":
             return Choice(kernel, needs)
@@ -260,7 +260,7 @@ def _check_shapes(q: Array, k: Array, v: Array, mask: Mask) -> None:
                 raise ValueError(
                     f"attention: mask.{side}{name} must be {expected}, got {column.shape}"
                 )
-    # Blocks of both sides have one size: slots / counts[0] == keys / counts[1], as products.
+    # Blocks of one size: slots / counts[0] == keys / counts[1], compared as products.
     counts = mask.query_tiles.spans.shape[1], mask.key_tiles.spans.shape[1]
     if not all(counts) or slots % counts[0] or keys * counts[0] != slots * counts[1]:
         raise ValueError(

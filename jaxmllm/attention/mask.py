@@ -218,8 +218,8 @@ def cut_documents(ids: TokenIds, block: int) -> DocumentPieces:
     order = np.argsort(ids.document[cuts], kind="stable")
     order = order[ids.document[cuts][order] > 0]
     slot = cuts[order]
-    # Columns by themselves: document and group are alike in a piece, and with windows `first` rises
-    # with the position. So the minima are one token's, as are the maxima.
+    # Column by column, but all minima are from one token, and so are all maxima: a piece has one
+    # document and group, and with windows `first` rises with the position.
     first = ids.map(lambda column: np.minimum.reduceat(column, cuts)[order])
     last = ids.map(lambda column: np.maximum.reduceat(column, cuts)[order])
     return DocumentPieces(slot, np.diff(np.append(cuts, len(ids.document)))[order], first, last)

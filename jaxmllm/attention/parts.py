@@ -47,16 +47,16 @@ def block_work(ids: TokenIds, block: int) -> Longs:
     spans = None if len(ids.document) % block else seen_spans(ids)
     if spans is not None:
         return span_work(*spans, block)
-    # This raises the error if the block does not divide T: `spans` is None then.
+    # If the block does not divide T, `spans` is None, and this raises the error.
     tiles = visible_tiles(ids, block)
     blocks = ids.map(lambda column: column.reshape(-1, block))
     looks_ahead = np.zeros(len(blocks.document), np.bool_)
-    # All pairs in a block, by their distance: whether the earlier token sees the later one.
+    # Whether any token of a block sees a later one: all pairs at one distance at a time.
     for distance in range(1, block):
         earlier = blocks.at(np.s_[:, :-distance])
         later = blocks.at(np.s_[:, distance:])
         looks_ahead |= visible(earlier, later).any(axis=1)
-    # Blocks of padding have no tile with themselves from which to take half.
+    # Blocks of padding have no tile with themselves that could count half.
     held = blocks.document.max(axis=1) > 0
     return TILE * np.bincount(tiles.query, minlength=len(held)) - (held & ~looks_ahead)
 
@@ -199,7 +199,7 @@ def longest_first(work: Longs, ranks: int, limit: int | None = None) -> Ints:
     limit = len(work) if limit is None else limit
     owner = np.empty(len(amounts), np.int32)
     room = [limit] * ranks
-    # A heap of the ranks that have room, ties by rank. All loads are 0, so it is in order.
+    # A heap of (load, rank) for ranks with room; ascending ranks with load 0 already form one.
     lightest = [(0, rank) for rank in range(ranks)]
     for block in np.argsort(-work, kind="stable").tolist():
         load, rank = lightest[0]
@@ -275,7 +275,7 @@ def _double_swap(amounts: Longs, gap: Longs, heavy: int, max_pairs: int) -> Swap
     first, second = np.triu_indices(amounts.shape[1], 1)
     if not 0 < len(first) <= max_pairs:
         return None
-    # The ranks of largest gap, as many as have no more than `max_pairs` pairs together.
+    # As many ranks, largest gaps first, as have at most `max_pairs` pairs together.
     light = np.argsort(-gap, kind="stable")[: max_pairs // len(first)]
     pairs = amounts[:, first] + amounts[:, second]
     # `_best_pair` looks amounts up by bisection; `ascending` leads back to the pairs.

@@ -415,8 +415,8 @@ def _add_to_digest(digest: hashlib.blake2b, node: Any) -> None:
         for column in fields(node):
             _add_to_digest(digest, getattr(node, column.name))
     elif isinstance(node, dict):
-        # Names, and below lengths and shapes, tell apart trees whose numbers are the same. Order
-        # counts, and hosts insert in the same order.
+        # Names here, and lengths and shapes below, tell trees with the same numbers apart. Order
+        # counts: hosts insert in the same order.
         for name, value in node.items():
             digest.update(f"{name}:".encode())
             _add_to_digest(digest, value)

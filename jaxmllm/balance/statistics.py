@@ -56,7 +56,6 @@ def phase_statistics(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> dic
         in_class = (capacity == row_class.capacity) & (span == row_class.span)
         rows_of_class = int(in_class.sum()) * (spec.ranks // row_class.span)
         statistics[f"{spec.name}/{ROWS_OF}{class_name(row_class)}"] = rows_of_class
-    # Without rows there is nothing to divide by.
     if not rows:
         return statistics
     statistics[f"{spec.name}/real_token_fraction"] = tokens / slots

@@ -65,12 +65,11 @@ def _validate_phase(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> None
     _require(set(shapes) <= set(spec.classes), phase, "a row is of no class")
     order = [spec.classes.index(shape) for shape in shapes]
     _require(order == sorted(order), phase, "microbatches are not ordered by class")
-    # Rows are only made for items. The maxima below need at least one.
+    # Without items there must be no rows, and the maxima below would fail.
     if not size:
         _require(plan.microbatches == 0, phase, "rows without items")
         return
-    # Numbers are checked before they are used as indices: a negative one would be taken from the
-    # end.
+    # Checked before they are used as indices: a negative number would count from the end.
     in_range = _all_in_range(plan.microbatch, plan.microbatches)
     _require(in_range, phase, "a microbatch number is out of range")
     _require(_all_in_range(plan.rank, spec.ranks), phase, "a rank number is out of range")
@@ -87,7 +86,7 @@ def _validate_phase(plan: PhasePlan, items: PhaseItems, spec: PhaseSpec) -> None
     row = row[along_rows]
     apart = plan.offset[along_rows][1:] >= end[along_rows][:-1]
     _require(apart[row[1:] == row[:-1]].all(), phase, "two items overlap")
-    # The earlier items of the row, each counted as 1, and the item itself.
+    # Number of earlier items in the row, plus 1 for the item itself.
     ordinal = running_sums(row, np.ones(size, np.int64)) + 1
     in_order = np.array_equal(plan.segment[along_rows], ordinal)
     _require(in_order, phase, "segments are not 1, 2, .. along the row")

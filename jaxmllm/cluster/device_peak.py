@@ -86,11 +86,10 @@ def programs_peak(
         if compiled and name in compiled:
             totals[name] = compiled[name] + fresh
         else:
-            # A program that takes nothing for itself may still have new results.
+            # A program without temporaries may still have new results.
             moments = job_temporaries(programs, name).moments or {"results": 0}
             totals[name] = Temporaries({key: size + fresh for key, size in moments.items()})
-    # Programs that are not estimated, such as hops of an exchange, count where a compiler speaks of
-    # them.
+    # Programs without an estimate, such as hops of an exchange, count if a compiler reports them.
     for name, size in (compiled or {}).items():
         totals.setdefault(name, size)
     return step_peak({**asdict(resident(programs)), "kept for backward": kept_bytes}, totals)

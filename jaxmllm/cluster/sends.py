@@ -137,7 +137,7 @@ def leaves(tree: Any, component: Component) -> Iterator[Leaf]:
                 kept_axes += entry_axes
             else:
                 gathered_axes += entry_axes
-        # Of the axes that stay split in use, only that of experts may also split rows.
+        # Among kept axes, only that of experts may also split rows.
         shared_axes = row_axes.intersection(kept_axes)
         yield Leaf(
             path=path,
@@ -346,7 +346,7 @@ class _ProgramSends:
         again = self.backward and self.settings.settings.remat != "none"
         yield _send(layout, GATHER, axes, keys, (self.forward + again) * layers)
         yield _send(layout, SCATTER, axes, keys, self.backward * layers)
-        # Each part fills its own slots of the rank's pool, and the sum has all of them.
+        # Each part fills its own slots of the rank's pool; their sum is the whole pool.
         if self._fills_pool:
             owner = self.programs.exchange_owner.get(self.phase, LANGUAGE)
             held = device_bytes(self.programs.pools[owner].tokens)

@@ -110,13 +110,13 @@ def _phased_work(
             plan.phases[phase], items.phases[phase]
         )
         part_names = [f"{phase}/{part}" for part in ("compute", "inside", "weights")]
-        # A phase that has no microbatch in this batch is a part of 0 seconds.
+        # Phases without a microbatch in this batch are reported with 0 seconds.
         total = total.plus(Worked(dict.fromkeys(part_names, 0.0)))
         for call in calls:
             inside = network.seconds(call.inside)
             weights = network.seconds(call.weights)
             layers = call.seconds + inside
-            # Weights are sent while layers compute: only what that adds is a part of its own.
+            # Weights are sent while layers compute, so only the time that this adds counts.
             exposed = device.together(layers, weights) - layers
             seconds = dict(zip(part_names, (call.seconds, inside, exposed), strict=True))
             low = device.least_together(layers, weights)

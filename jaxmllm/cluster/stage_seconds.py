@@ -70,7 +70,7 @@ def staged_work(
     for phase, spec in programs.spec.phases.items():
         placed = plan.phases[phase]
         of_rows = np.array(row_squares(placed, spec, items.phases[phase], device))
-        # [kinds, M] on each of the ranks that hold a row together
+        # [kinds, M]: the share of each of the ranks that hold a row together
         squares[phase] = of_rows / placed.span
     once = _work_once_per_run(programs, network)
     total = Worked({})
@@ -375,9 +375,8 @@ def _edge_sends(programs: StagedPrograms) -> Iterator[list[Send]]:
         spec = programs.spec.phases[phase]
         layout = model.layout(phase)
         shapes = getattr(model.config, phase)
-        # Tokens of an encoder and their gradients travel as the decoder reads them; on all other
-        # wires it is what layers carry. A capacity is in slots, so both are divided among the slots
-        # of a token.
+        # Tokens and their gradients travel as their reader takes them, all else as layers carry it.
+        # A capacity is in slots, so either width is divided by the slots of a token.
         if wire.pool in (Pool.TOKENS, Pool.TOKEN_GRADIENT):
             slots = spec.slots_per_token
             width = model.config.token_width
@@ -420,9 +419,8 @@ def once_seconds(
             replicas = leaf.replicas
             copies = devices_along(layout, leaf.replicas)
             held = leaf.size / leaf.split / devices_along(layout, leaf.gathered)
-            # A layer is used on one stage alone, and each stage has its share of them. All other
-            # parameters are split over the stages between uses, and each stage has a gradient of
-            # the whole.
+            # Each stage has a share of the layers. Other parameters are split over the stages
+            # between uses, and each stage has a gradient of the whole.
             if leaf.layer:
                 sums.append(Send(ALL_REDUCE, replicas, copies, SUM_BYTES * held / stages, times))
             else:

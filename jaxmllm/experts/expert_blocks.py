@@ -95,15 +95,14 @@ def forward(
 
     def add_block(index: Array, out: Array) -> Array:
         pairs, live = _pairs_of_block(blocks, index, rows)
-        # The experts of a token differ, so a block, which has one expert, has each token at most
-        # once.
+        # A token's experts differ and a block has one expert, so it has each token at most once.
         tokens = _unique_places(pairs // k, live, len(x))
         gate, up, down = (matrix[blocks.expert[index]] for matrix in matrices)
         inputs = _rows(x, tokens)
         hidden = jax.nn.silu(inputs @ gate) * (inputs @ up)
         outputs = jnp.matmul(hidden, down, preferred_element_type=wide)
-        # Rows after the block's last pair are other blocks' pairs: they weigh nothing, and their
-        # places past the end drop what would be added.
+        # What follows the block's last pair does not belong to it: its weight is 0, and its places
+        # are past the end, where nothing is added.
         weight = jnp.where(live, weights.reshape(-1)[pairs], 0).astype(wide)
         return _add_at(out, tokens, weight[:, None] * outputs)
 

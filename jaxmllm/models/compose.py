@@ -39,8 +39,8 @@ def build_model(
     `train` that names no parameter, or one that trains a matrix with an adapter.
     """
     language = config.language
-    # In the order of layouts: a tower comes before the projector that is laid out like it. Nothing
-    # is made here; `make_component` traces a maker for its shapes.
+    # A tower comes before its projector, as `_layouts` requires. Nothing is made here:
+    # `make_component` only traces a maker for its shapes.
     makers: dict[str, tuple[ComponentConfig, Callable[[nnx.Rngs], nnx.Module]]] = {}
     if config.vision is not None:
         vision = config.vision
@@ -74,7 +74,7 @@ def build_model(
     for name in config.adapters.by_component:
         components |= _component_and_adapter(components[name], config, settings)
     shapes = {name: component.shapes for name, component in components.items()}
-    # A component without patterns is frozen, whatever its `train` says.
+    # With `freeze`, a component gets no patterns, whatever its `train` says.
     patterns = {
         name: part.settings.train for name, part in components.items() if not part.settings.freeze
     }

@@ -157,12 +157,12 @@ class DiffusionTower(nnx.Module):
         x = patches
         apart = config.conditioning == "cross"
         # In one sequence, conditions have slots of their own. With `conditioning: cross` their
-        # slots also hold patches, so they reach the layers beside x.
+        # slots may also hold patches, so they are passed to the layers beside x.
         if not apart:
             is_condition = rows.conditions >= 0
             x = jnp.where(is_condition[..., None], conditions.states.astype(dtype), patches)
         x = layout.constrain(x, ("batch", "sequence", None))
-        # Modulation is made of vectors of segments, [R, S, D], in at least float32.
+        # Modulation is computed once for each segment, [R, S, D], in at least float32.
         wide = jnp.promote_types(dtype, jnp.float32)
         embedded = self.time(time_features(rows.times, wide), layout)
         if self.pooled is not None:
@@ -316,8 +316,8 @@ class _Stream(nnx.Module):
         norm = self.cross_norm
         attention = self.cross_attention
         assert norm is not None and attention is not None
-        # `of_conditions_alone` has gradients only for its arguments. What the function closed over
-        # would have none, so the parameters are passed.
+        # The parameters are passed: `of_conditions_alone` differentiates by its arguments alone, so
+        # nothing that the function closes over may have a gradient.
         graph, parameters = nnx.split(attention)
 
         def keys_and_values(given: tuple[Any, RowContext], states: Array) -> tuple[Array, Array]:

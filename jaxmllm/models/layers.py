@@ -360,8 +360,8 @@ class Block(nnx.Module):
         x = x + mixed
         out = self.mlp(self.mlp_norm(x), rows.layout)
         if self.post_mlp_norm is not None:
-            # The gradients of norm and scale need their input: a name lets `remat` keep it. The
-            # output of attention has one already.
+            # The gradients of norm and scale need their input, which `remat` can keep by its name.
+            # The output of attention already has one.
             out = self.post_mlp_norm(named(out, "mlp"))
         if self.mlp_scale is not None:
             out = scaled(named(out, "mlp"), self.mlp_scale, rows.layout)

@@ -162,7 +162,7 @@ class MLLM:
         for phase, record in self.phases.items():
             for name in record.components:
                 if name in trained:
-                    # Only in the layout of one device's code does a component defer anything.
+                    # Components defer only in code of one device, see `Component.defers`.
                     component = self.by_device(phase).components[name]
                     by_component[name] = sums(phase, component, trained[name])
         return by_component

@@ -42,7 +42,7 @@ class VisionTower(nnx.Module):
         norm = NORMS[config.norm]
         self.norm = norm(config.width, config.norm_epsilon) if config.last_norm else None
         if (side := config.position_grid) is not None:
-            # With a class token, one line of positions: that of the token, and then the patches.
+            # With a class token, all positions are in one line: the token's, then those of patches.
             grid = (1, 1 + side**2) if config.class_token else (side, side)
             self.position_embedding = parameter(
                 rngs, (*grid, config.width), (None, None, "embed"), config.width

@@ -276,8 +276,8 @@ def parse(text: str) -> Module:
     computations: dict[str, list[Instruction]] = {}
     current: list[Instruction] | None = None
     entry = None
-    # `current` has the lines of the computation that the text is in. It is None between
-    # computations, where lines that are no header are passed over.
+    # `current` collects the instructions of a computation. It is None between computations, where
+    # all lines but headers are skipped.
     for line in text.splitlines():
         if line.startswith("}"):
             current = None
@@ -287,7 +287,7 @@ def parse(text: str) -> Module:
                 current = computations[header[2]] = []
                 entry = header[2] if header[1] else entry
         elif INSTRUCTION.match(line):
-            # The shape of a long tuple has comments with the numbers of its elements.
+            # The shape of a long tuple contains comments that number its elements.
             current.append(_read_instruction(COMMENT.sub("", line)))
     if entry is None:
         raise HloError("the text has no ENTRY computation: it is no HLO module")
@@ -402,7 +402,7 @@ def device_groups(attributes: str, operation: str, devices: int) -> tuple[tuple[
     listing = attributes[start + len(key) :]
     if listed := LISTED.match(listing):
         groups = [_integers(group) for group in re.findall(r"\{([\d,]*)\}", listed[1])]
-        # An empty list is one group of all devices.
+        # An empty list means one group of all devices.
         return tuple(group for group in groups if group) or (tuple(range(devices)),)
     if iota := IOTA.match(listing):
         order = _iota_devices(iota[3], iota[4])

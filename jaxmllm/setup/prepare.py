@@ -147,7 +147,7 @@ def open_corpora(
             progress=jax.process_index() == 0,
             pairs=VisiblePairs.of_model(config.model),
         )
-        # Refusals count as rejected, so the limit on these is checked afterwards.
+        # Refused records count as rejected, so the limit is checked after refusing.
         corpus = corpus.refuse(limits)
         corpus.check_rejected(config.data.max_rejected)
         return corpus

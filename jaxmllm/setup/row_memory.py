@@ -174,7 +174,7 @@ def _gradient_bytes(config: Config, model: MLLM, trained: Params) -> int:
             axes = jax.tree.leaves(component.axes_of(trained[name]))
             for leaf, names in zip(jax.tree.leaves(sums[name]), axes, strict=True):
                 if component.defers(names):
-                    # The first axis is that of the devices, each of which has a sum of its own.
+                    # The first axis counts the devices, each of which has its own sum.
                     _, *shape = leaf.sharding.shard_shape(leaf.shape)
                     numbers = math.prod(shape[1:] if names.stacked else shape)
                     layer_bytes[-1] += numbers * component.whole_dtype(names, param_dtype).itemsize

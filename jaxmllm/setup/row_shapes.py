@@ -40,7 +40,7 @@ def alignment(
     if phase in formats:
         stride = formats[phase].stride
         token = formats[phase].alignment
-    # Blocks are given in tokens of attention; from here on all numbers are slots.
+    # The config gives blocks in tokens of attention; an alignment has them in slots.
     block = getattr(config.phases, phase).block * stride
     small = SMALL_BLOCK * stride
     smallest = SMALLEST_BLOCK * stride
@@ -88,7 +88,7 @@ def attention_spec(
     smaller = {}
     for phase, rows in spec.phases.items():
         shape = alignment(config, phase, formats, parts[phase])
-        # In tokens of attention, while an alignment is in slots
+        # Blocks of attention are in tokens, those of an alignment in slots.
         blocks[phase] = shape.block // shape.stride
         for row_class in rows.classes:
             block = shape.attention_block(row_class)

@@ -177,8 +177,8 @@ def plan_drawing(config: Config, requests: Requests, mesh: Mesh, guided: bool = 
     model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
     spans = spans_of_phases(config, model)
     readers = modalities(config.model, config.data)
-    # What a request asks for has no pixels yet. A blank takes its slots, or twice as many where it
-    # is drawn with and without its conditions.
+    # Requested items have no pixels yet. A blank takes as many slots as the item, or twice as many
+    # if it is drawn both with and without its conditions.
     for phase, modality in readers.items():
         if isinstance(modality, GeneratedPixels | GeneratedLatents):
             readers[phase] = Blanks(modality, copies=2 if guided else 1)

@@ -53,8 +53,8 @@ def mesh_spans(config: Config) -> tuple[int, ...]:
                 f"phases.<phase>.spans: {shorter} of one phase does not divide {longer} of another (`auto` is "
                 f"{list(auto_cut)} at least); the mesh cannot be cut for both"
             )
-    # Each multiplies the longest, so that a span still divides the next one. Axes that have no such
-    # factor stay as they are.
+    # Each multiplies the longest span, so that every span divides the next. Axes without such a
+    # factor are not cut further.
     for factor in ODD_FACTORS if cut_by_odd else ():
         ascending.append(factor * ascending[-1])
     return tuple(ascending)

@@ -96,9 +96,9 @@ def _check_unchanged(run_directory: Path, corpus: Corpus, say: Callable[[str], N
         f"restore it, or begin another run with this one's parameters: a new run.directory and "
         f"model.from={run_directory}"
     )
-    # Stamps come before the fingerprint, because they name what has changed.
+    # Stamps are compared before the fingerprint, because they tell what has changed.
     for index_number, index in enumerate(corpus.indexes):
-        # A source that the run did not have, or a folder that an older version began.
+        # Absent for a new source, and in a folder that an older version began.
         if f"{index_number}/checksum" not in stamps:
             continue
         if record := _changed_record(index, stamps[f"{index_number}/checksum"]):

@@ -80,14 +80,14 @@ def evaluate(
         tell(batch.failures)
         evaluated = programs.evaluate(params, programs.put(batch), evaluated)
         patches += batch.patches
-        # Where text has no loss, no example is counted, and all of them would pass for masked.
+        # Where text has no loss, the sums count no example, and all would be reported as masked.
         if programs.functions.learns_text:
             examples_drawn.update(source_of(int(example)) for example in batch.examples)
     if evaluated is None:
         return NOTHING | (NOTHING_DRAWN if programs.generators else {})
     total, failed = jax.device_get((programs.totals(evaluated.sums), evaluated.failed))
     present = [i for i in range(len(sources)) if total.examples[i]]
-    # Both sides are over all hosts: a batch names all of its examples, whoever holds their rows.
+    # Both counts are over all hosts: a batch lists all of its examples, not only this host's.
     masked = {
         sources[i]: examples_drawn[i] - int(total.examples[i]) for i in sorted(examples_drawn)
     }

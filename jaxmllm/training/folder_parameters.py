@@ -38,7 +38,7 @@ def read_folder(
         arrays = {path: _read_parameter(fit, path, leaf) for path, leaf in leaves.items()}
     except FolderError as error:
         problem = str(error)
-    # All processes come here, also one that has failed: the others wait for its answer.
+    # Every process gets here, even after a failure, because the others wait for its answer.
     if problem := agreed_problem(problem):
         raise FolderError(problem)
     assert arrays is not None

@@ -60,7 +60,7 @@ class GeneratorFunctions:
         layout = self.step.model.layout(self.phase)
         slots = _condition_slots(rows, pool_offset)
         states, valid = slots.take(layout, pool)
-        # Layers add their gradients to `grads` in the backward pass itself, so these go in, too.
+        # The sums so far are passed, because the backward pass itself adds the gradients of layers.
         trained, frozen = self.step.split(params, self.phase, grads)
 
         def objective(trained: Params, states: Array) -> tuple[Array, FlowSums]:

@@ -49,7 +49,7 @@ def initial_state(
     saved = programs.to_saved(state)
     saved = saved._replace(params=saved.params | parameters)
     if saved.averages is not None:
-        # Those in `state` are copies of parameters that were drawn at random.
+        # The averages in `state` are copies of parameters that were drawn at random.
         averages = begun_averages(saved.params, programs.saved_state.averages)
         saved = saved._replace(averages=averages)
     return programs.from_saved(saved)
@@ -162,7 +162,7 @@ def _read_checkpoint(
     elsewhere: Collection[str],
 ) -> dict[str, Any]:
     """Parameters of the components that a checkpoint and `abstract` both have."""
-    # Paths inside of `params` alone: optimizer state, averages and counts are not taken.
+    # Only `params`: optimizer state, averages and counts are not taken over.
     saved = {path[1:]: spec for path, spec in saved_specs(location).items() if path[0] == "params"}
     saved_components = {path[0] for path in saved}
     if twice := sorted(saved_components & {*elsewhere}):

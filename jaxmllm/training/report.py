@@ -167,7 +167,7 @@ class RunReport:
         source_of = run.held_out.source_of
         with closing(self.loader.read(run.evaluation, 0, len(run.evaluation))) as loaded:
             params = run.programs.averaged(state)
-            # Without a recent step, this process has not run any yet.
+            # Without a recent step, this process has not run a step yet.
             batches = loaded if self._recent else _meet_at_first_batch(loaded)
             results = evaluate(
                 run.programs, params, batches, run.sources, source_of, should_stop, tell
@@ -180,14 +180,14 @@ class RunReport:
         self._publish()
         self.progress.print(f"step {step}: held-out {evaluation_text(results)}")
         if results["failed_media"] > run.config.data.max_failed_media:
-            # The error ends this process, and refers to messages that name the failed items.
+            # The error says that the log names the failed items, and ends this process.
             self.messages.await_publication()
             raise TrainingError(
                 f"step {step}: {results['failed_media']} media items of the evaluation could not be decoded, and "
                 f"{results['masked_examples']} examples were left out; {_failure_limit_text(run)}"
             )
         self.evaluation = {"step": step} | results
-        # The run folder's summary lacks this evaluation, so it is no longer the one to keep.
+        # The summary in the run folder lacks this evaluation, so it is not kept.
         self._kept_summary = None
         self.writer.write(step, evaluation_record(results))
         return True
@@ -303,8 +303,7 @@ class RunReport:
         config = self.run.config
         if values["skipped_in_row"] >= config.optimizer.max_skipped:
             why = "not finite"
-            # An update is also skipped where nothing has a loss. The counts by source tell the two
-            # apart.
+            # Updates are also skipped if nothing has a loss; the counts by source tell.
             learned = {"targets_by_source": "target token", "patches_by_source": "patch"}
             names = [name for name in learned if name in values]
             if not any(values[name].any() for name in names):

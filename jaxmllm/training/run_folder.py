@@ -215,7 +215,7 @@ def check_writable(folder: Path, key: str = "run.directory") -> None:
         with probe.open("wb") as stream:
             stream.write(b"0")
             stream.flush()
-            # A buffered write may succeed on a full disk, this does not.
+            # A buffered write may succeed on a full disk; this does not.
             os.fsync(stream.fileno())
         probe.unlink()
     except OSError as error:

@@ -38,7 +38,7 @@ def saved_parameters(
         try:
             return _read_checkpoint(folder / str(step), abstract, say), step
         except DamagedError as error:
-            # Of several, the error names that of the latest checkpoint.
+            # If several checkpoints are damaged, the error names the problem of the latest.
             problem = problem or str(error)
             say(f"{error}; trying the one before")
     raise CheckpointError(f"no checkpoint of {run} is usable: {problem}")

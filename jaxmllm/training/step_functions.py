@@ -370,7 +370,7 @@ class StepFunctions:
             parted = Parted((trained, media), frozen)
             decoded, residuals = self._kept_decoder(parted, rows).forward(parted, rows)
             hidden, _ = decoded
-            # Each device keeps its own: outside, the new axis is that of the devices.
+            # Each device keeps its own arrays: outside its code, the new axis counts devices.
             kept = jax.tree.map(lambda leaf: leaf[None], (decoded, residuals))
         else:
             hidden, _ = self.model.hidden(params, rows, media)

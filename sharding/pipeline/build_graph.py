@@ -55,7 +55,7 @@ def _check_workload(ring: Ring, workload: Workload) -> None:
         for microbatch in range(microbatches):
             _check_inputs(ring, workload, chain_number, microbatch)
             consumed |= set(inputs[microbatch])
-    # An encoder's row is there to be read, except in chains of which a row may have no reader.
+    # Every row of an encoder must be read, unless its chain may have rows without a reader.
     for encoder, chain in enumerate(ring.encoders):
         for sub in range(workload.chains[encoder].shape[1]):
             if (encoder, sub) not in consumed and not chain.optional:

@@ -254,8 +254,8 @@ def partition(
     costs = layer_costs(chains, reading.readers)
     row_counts = {name: (rows or {}).get(name, 1) for name in chains}
     *_, reader = chains
-    # What stages get equal amounts of, by unit. Parameters count once, however many rows of their
-    # chain a microbatch has.
+    # The cut makes these equal over stages. Parameters count once, however many rows of their chain
+    # a microbatch has.
     weights = {}
     for name, layers in chains.items():
         if cut_by == "cost":

@@ -121,8 +121,7 @@ def _layer_cost(layer: Layer, up: bool) -> LayerCost:
     if up:
         input_grad = layer.linear + attention_backward + again
     elif flows:
-        # Nothing upstream wants the input gradient, but weights before attention get theirs through
-        # it.
+        # Nothing upstream needs a gradient, but the layer's own weights before attention do.
         weight_grad += attention_backward + again
     recompute = forward if flows else 0
     return LayerCost(

@@ -200,17 +200,17 @@ def _keeper_candidates(schedule: Schedule, times: TickTimes) -> list[tuple[int, 
     graph = schedule.graph
     candidates = []
     for n in range(graph.size):
-        # Chains of which only the head is trained keep features instead, in an input slot.
+        # Where only the head of a chain is trained, features are kept instead, in an input slot.
         if graph.kind[n] != Kind.FORWARD or graph.ring.chains[graph.chain[n]].head_only:
             continue
         backward = graph.backward_of(n)
         if backward is None:
             continue
-        # A tick is as long as its slowest operation. If that is another one, the tick stays as long
-        # when the backward recomputes nothing.
+        # A tick is as long as its slowest operation. If that is not this backward, the tick stays
+        # as long even if the backward recomputes nothing.
         row = schedule.ticks[times.tick[backward]].tolist()
         length = max((graph.duration[operation] for operation in row if operation >= 0), default=0)
         shortens_nothing = length > graph.duration[backward]
-        # False sorts first: backwards that shorten their tick, and then the shortest wait.
+        # False sorts first: backwards that shorten their tick; among these, the shortest wait.
         candidates.append((shortens_nothing, times.tick[backward] - times.tick[n], n, backward))
     return [(n, backward) for *_, n, backward in sorted(candidates)]

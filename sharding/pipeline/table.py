@@ -45,12 +45,12 @@ def make_table(schedule: Schedule, spec: TableSpec) -> Table:
     graph = schedule.graph
     if graph.ring != spec.ring:
         raise PipelineError("a schedule of another ring than the tables'")
-    # Rows read have columns and classes have programs: no table can name more than the spec has.
+    # Columns for rows read and programs for row classes exist only as far as the spec has them.
     _check_rows_read(graph, spec)
     _check_classes(graph, spec)
     writer = _TableWriter(spec, schedule)
     for life, slot in allocate(lives_of(schedule)):
-        # `allocate` gives out as many slots as the schedule needs, whatever the spec has.
+        # `allocate` hands out as many slots as the schedule needs, whatever the spec has.
         if slot >= spec.room(*life.buffer.pool_key):
             raise PipelineError(_too_many_slots_text(spec, life.buffer))
         writer.write_life(life, slot)
@@ -257,8 +257,8 @@ class _TableWriter:
         fused = (Kind.FORWARD, c, depth, graph.microbatch[n]) not in graph.number
         has_loss = is_last and self.spec.ring.has_loss(c)
         row_class, row = graph.row_of(c, graph.microbatch[n])
-        # A loss counts once. Of two halves of a backward, the one with the input gradient
-        # recomputes the forward pass and so has the loss.
+        # A loss counts once. Of the two halves of a backward, the input gradient recomputes the
+        # forward pass, and so has the loss.
         computes_loss = kind == Kind.FORWARD or (fused and kind != Kind.WEIGHT_GRADIENT)
         values = {
             "action": action_of(c, kind),

@@ -161,8 +161,7 @@ class _Proof:
                 continue
             source = (rank - 1 if wire.up else rank + 1) % self.ring.stages
             label = sent[source][wire_number]
-            # 0 if no rank sends on the wire in this tick, else 1 + the class of the largest row
-            # that it carries.
+            # 0 if no rank sends on the wire in this tick, else 1 + class of the largest row sent.
             active = self.table.wire_active[tick, wire_number]
             if label is None or not active:
                 self._fail(
@@ -201,7 +200,7 @@ class _Proof:
             self._fail(f"has action {row['action']}, which does not exist")
         chain = self.ring.chains[c]
         m = row["microbatch"]
-        # A row numbers chunks among those of its rank; the graph numbers them by depth.
+        # A row counts the chunks of its own rank, the graph those of the whole chain.
         d = self.depths.get((c, rank, row["chunk"]))
         if d is None:
             self._fail(f"has chunk {row['chunk']} of {chain.name}, which it does not hold")
@@ -224,8 +223,7 @@ class _Proof:
             last=d == chain.depth - 1,
             language=c == len(self.ring.chains) - 1,
         )
-        # All else that the row says of the operation follows from ring and graph, and must agree
-        # with them.
+        # Ring and graph decide the other columns that describe the operation.
         row_class, row_number = self.graph.row_of(c, m)
         expected = {
             "row_class": row_class,
@@ -242,7 +240,7 @@ class _Proof:
 
     def _check_forward(self, rank: int, row: RowValues, operation: Operation) -> Result | None:
         c = operation.c
-        # Read before features are written: they go into the same slot.
+        # The input is read before features are written, because they replace it in its slot.
         if not operation.first:
             self._read((Pool.INPUT, c, rank, row["input"]), Label("input", *operation.key))
         if row["features"] >= 0:

@@ -219,8 +219,7 @@ def phase_flops(
     quadratic, windowed = squares
     if not windowed:
         return ItemCost(round(linear), round(quadratic))
-    # Phases with a loss have windows that move along with the token; those of towers lie side by
-    # side.
+    # Windows of the decoder move along with the token; those of towers are side by side.
     apart = not make_phases(model)[phase].has_loss
     seen = _window_slots(model, phase)
     return ItemCost(round(linear), round(quadratic), round(windowed), seen, apart)

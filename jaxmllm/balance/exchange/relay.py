@@ -146,7 +146,7 @@ def _choose_direct_tokens(
 ) -> int:
     """How many tokens per pair to send directly, judged by the busiest ranks."""
     ranks = peers * groups
-    # Ordered pairs that may have traffic: every rank with each other peer of its group.
+    # Pairs (sender, receiver) that may have traffic: every rank with each other peer of its group.
     pairs = ranks * (peers - 1)
     # Items are ordered by sender and receiver, so a pair begins where these change.
     begins = np.flatnonzero(np.diff(sender * ranks + receiver, prepend=-1))
@@ -162,7 +162,7 @@ def _choose_direct_tokens(
         most_received = np.bincount(receiver[begins], weights=relayed).max()
         return direct_tokens * peers + int(most_sent + most_received)
 
-    # Between sending nothing directly, which wins ties, and sending everything so.
+    # From nothing sent directly, which wins ties, up to everything.
     shares = (int(share * mean) for share in DIRECT.shares)
     return min((0, *shares, int(volume.max())), key=slots)
 

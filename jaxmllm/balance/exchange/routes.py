@@ -71,15 +71,13 @@ def plan_routes(
     sequence = sequence_of_example(items)
     pieces = {phase: Pieces.of(items.phases[phase], language, sequence) for phase in encoders}
     arriving = arriving_tokens(pieces.values(), language.microbatches, ranks)
-    # One language pool takes the tokens of all phases, so the least size of all routes is the
-    # limit.
+    # One language pool takes the tokens of all phases, so the smallest size of any route counts.
     size = min(route.language_pool for route in spec.routes.values())
     pool, start = _fill_pools(arriving, size, "language pool")
     placed[LANGUAGE] = replace(language, pool=pool)
     arrivals = _arrivals(pieces, start.reshape(-1), ranks)
 
-    # The runs of an exchange are listed under its owner. Other phases keep an empty list, and so
-    # have no rounds.
+    # Listed under the owner of the exchange; other phases keep an empty list and have no rounds.
     traffic: dict[str, list[Traffic]] = {phase: [] for phase in encoders}
     for phase in encoders:
         slots_per_token = spec.phases[phase].slots_per_token

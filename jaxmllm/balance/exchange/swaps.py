@@ -253,7 +253,7 @@ def _list_outgoing(
     choices = 1
     companion = misplaced.first[state.row_of[item]]
     while companion != no_item and choices < COMPANIONS:
-        # The item is misplaced, so it is in this list, too.
+        # The item itself is misplaced, so it is in the list as well.
         if companion != item:
             outgoing.second[choices] = companion
             outgoing.slots[choices] = outgoing.slots[0] + state.amounts[SLOTS, companion]

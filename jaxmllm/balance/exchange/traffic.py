@@ -105,7 +105,7 @@ def moving_tokens(
     sender = np.concatenate(senders)
     receiver = np.concatenate(receivers)
     tokens = np.concatenate(amounts)
-    # No hop carries what stays on its exchange rank. An item without tokens has a run, of none.
+    # No hop carries what stays on its exchange rank. Even an item without tokens has a run.
     moves = np.flatnonzero((sender != receiver) & (tokens > 0))
     moves = moves[np.lexsort((receiver[moves], sender[moves]))]
     return sender[moves], receiver[moves], tokens[moves]

@@ -521,8 +521,8 @@ def _swap_fits(
         # The balanced amount has no limit: the swap is chosen to narrow its gap.
         if kind == weight:
             continue
-        # What the light row gets on balance. A choice of less than two items has item N, which
-        # takes nothing, in place of the others.
+        # What the light row gains less what it gives. A choice of fewer than two items is filled up
+        # with item N, which takes nothing.
         passed = amounts[kind, offered[0, CHOICE_A[from_heavy]]]
         passed += amounts[kind, offered[0, CHOICE_B[from_heavy]]]
         passed -= amounts[kind, offered[1, CHOICE_A[from_light]]]

@@ -129,8 +129,8 @@ def _roomiest_row(
         if sizes[size_index] < length:
             continue
         heap = by_room[size_index]
-        # Entries that are out of date go when they come to the top: the row's room is another by
-        # now, or it may take no further item.
+        # Entries at the top that are out of date are dropped: the row has less room by now, or may
+        # take no further item.
         while heap and (not free_segments[heap[0][1]] or -heap[0][0] != room[heap[0][1]]):
             heappop(heap)
         if heap:

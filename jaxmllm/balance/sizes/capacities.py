@@ -573,7 +573,7 @@ def checked_capacities(capacities: Capacities, inputs: SizingInputs, span: int =
         alignment, rows have more slots than int32 can count, or none holds the longest item.
     """
     key = f"phases.{inputs.name}.capacities"
-    # No capacities at all pass this check and the next; they are refused after these.
+    # An empty list passes this check and the next one, and is refused after them.
     if max(capacities, default=0) * span > INT32_MAX:
         raise ConfigError(
             f"{key}: {max(capacities)} slots on each of {span} ranks are more than {INT32_MAX}, up to which places in "

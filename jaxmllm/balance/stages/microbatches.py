@@ -94,8 +94,8 @@ def plan_microbatches(
     microbatch_count = max(
         microbatches, max((share.fewest_microbatches for share in shares), default=1)
     )
-    # The bound leaves out how examples pack, so it may be too low. The loop ends: every example
-    # fits a microbatch of its own.
+    # The fewest may be too few, because they ignore how examples pack. The loop ends, because every
+    # example fits a microbatch of its own.
     while True:
         plans = _replica_plans(shares, microbatch_count, max_deferred)
         if plans is not None:
@@ -298,8 +298,7 @@ def _fill_tightly(demands: Demands, microbatches: int, media_microbatches: int) 
     """Microbatch of each example, or None if one finds no room: those with media first, by
     descending share of a row, each to the fullest microbatch with room."""
     capacity = demands.capacity
-    # A phase without a limit has no row to take a share of; all slots of all phases stand in for
-    # one.
+    # Where a phase has no limit, all slots of all phases stand in for its row.
     limits = np.where(capacity < INT64_MAX, capacity, max(1, int(demands.slots.sum())))
     share = (demands.slots << SHARE_BITS) // limits
     room = np.tile(capacity, (microbatches, 1))

@@ -102,7 +102,7 @@ def plan_pipeline(items: BatchItems, spec: PlanSpec, pipeline: PipelineSpec) -> 
     began = time.perf_counter()
     runs = plan_runs(items, spec, pipeline)
     phases, arrivals = _joined_plans([run.rows for run in runs], items, spec)
-    # Slots in a rank's pool, by phase that is read: for as many rows as a microbatch may read.
+    # Pool slots of a rank by phase that is read: as many rows as a microbatch may read of it.
     room = {name: spec.phases[name].row_tokens * rows for name, rows in pipeline.rows_read.items()}
     # Language reads all encoders from one pool; a generator reads language from another.
     pool_of_language = sum(slots for name, slots in room.items() if name != LANGUAGE)
@@ -255,8 +255,7 @@ def _check_bounds(rows: RunRows, spec: PlanSpec, pipeline: PipelineSpec) -> None
             phase.classes, counts, pipeline.rows[name], strict=True
         ):
             if class_rows > bound:
-                # A language row is a microbatch, so the number of microbatches decides how many
-                # fit.
+                # A language row is a microbatch, so a run with more microbatches holds more rows.
                 key = f"phases.{name}.capacities" if name != LANGUAGE else "pipeline.microbatches"
                 raise PipelineError(
                     f"{class_rows} rows of {name} of {capacity} slots, a run has {bound}: raise {key}",
@@ -337,8 +336,7 @@ def _joined_plans(
     plans = {}
     arrivals = {}
     for name, phase in spec.phases.items():
-        # The runs of a batch have all of its examples, each in one run: so they fill every entry
-        # once.
+        # Every example of the batch is in exactly one run, so every entry is set once.
         microbatch, rank, offset, segment, arrival = np.zeros(
             (5, len(items.phases[name].length)),
             np.int32,
@@ -355,7 +353,7 @@ def _joined_plans(
             arrival[rows.item] = run.arrivals.get(name, 0)
             begin += rows.count
         row_class = np.concatenate([run.phases[name].row_class for run in runs])
-        # For pool and pool_offset: without an exchange there is one pool, and no offset in it.
+        # pool and pool_offset: without an exchange there is one pool, and no offset in it.
         zeros = np.zeros(begin, np.int32)
         capacity, span = np.array(phase.classes, np.int32)[row_class].T
         plans[name] = PhasePlan(

@@ -26,7 +26,7 @@ def encoder_groups(group: Longs, length: Longs, of_language: int, widest: int) -
       group: [n] widest group of language ranks that has the item's example.
       of_language, widest: ranks of such a group, and of a widest group of the encoder.
     """
-    # The item's language group lies inside one group of the encoder: there is no choice.
+    # The item's language group is inside one group of the encoder: there is no choice.
     if widest >= of_language:
         return group * of_language // widest
     inside = of_language // widest
@@ -58,7 +58,7 @@ def narrowest(
     if len(set(phase.spans)) == 1:
         return span, member
     for row_number, slots in enumerate(capacity.tolist()):
-        # One row number stands for a row in every widest group. They run as one microbatch, of one
+        # A row number means one row in every widest group. These rows run as one microbatch, of one
         # class, so a span has to suit all of them.
         items = np.flatnonzero(row == row_number)
         by_group = [items[group[items] == widest_group] for widest_group in np.unique(group[items])]
@@ -72,8 +72,7 @@ def narrowest(
             if len(fitting) < len(by_group):
                 continue
             span[row_number] = narrow
-            # The rows of a split are held by consecutive sets of `narrow` ranks of the widest
-            # group.
+            # Each row of a split is held by the next `narrow` ranks of the widest group.
             for members, row_of in zip(by_group, fitting, strict=True):
                 member[members] = row_of * narrow
             break

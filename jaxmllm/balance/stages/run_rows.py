@@ -309,7 +309,7 @@ def _media_rows(
 
     def slots(rows: tuple[Longs, int]) -> tuple[int, int]:
         row, count = rows
-        # [count, groups]. Rows of one number have one capacity: that of the fullest group.
+        # [count, groups]. Rows of one number have one capacity, which the fullest group decides.
         filled = sums_by(row * groups + group, length, count * groups).reshape(count, groups)
         return int(capacities_holding(filled.max(axis=1, initial=0), phase).sum()), count
 

@@ -57,7 +57,7 @@ def _choose_rows_and_cut(tried: Trials, similar: _Best | None = None) -> _Best:
     rounds = CHOICE.rounds
     if similar is not None and tried.microbatches is None:
         # Rows of fewer ranks have fewer slots, so the largest capacity may have to grow for the
-        # longest item. Smaller classes are sought anew.
+        # longest item. Smaller classes are searched again.
         capacities = {
             name: tried.given(name) or (max(tried.least(name), largest),)
             for name, (largest, *_) in similar.capacities.items()
@@ -67,8 +67,7 @@ def _choose_rows_and_cut(tried: Trials, similar: _Best | None = None) -> _Best:
     # A given number of microbatches decides the capacities (`_first_capacities`).
     to_choose = [] if tried.microbatches else [LANGUAGE, *tried.media]
     to_choose = [name for name in to_choose if tried.given(name) is None]
-    # Costs of capacities depend on the cut, so it is chosen before them; a similar best brings its
-    # own.
+    # The cut is chosen first, because costs of capacities depend on it; `similar` brings its own.
     if similar is None:
         best.choose_cut()
     for _ in range(rounds if to_choose else 0):

@@ -442,13 +442,13 @@ def _balanced_ring(layers: ChainLayers, sampled: Sequence[RunRows], stages: int,
     for name, capacities in layers.capacities.items():
         rows = [run.phases[name] for run in sampled]
         row_count[name] = sum(phase_rows.count for phase_rows in rows)
-        # [kinds] sums over all rows of all samples.
+        # [kinds], over all rows of all samples
         sums = np.array([phase_rows.squares.sum(axis=1) for phase_rows in rows]).sum(axis=0)
         squares[name] = (sums // max(row_count[name], 1)).tolist()
         all_slots = sum(
             int(np.array(capacities)[rows_of_run.row_class].sum()) for rows_of_run in rows
         )
-        # A phase without rows in the samples has layers all the same; they get the largest row.
+        # A phase without rows in the samples still has layers: they are costed for its largest row.
         slots[name] = all_slots // row_count[name] if row_count[name] else capacities[0]
     rows_per_microbatch = {
         name: row_count[name] / max(row_count[LANGUAGE], 1) for name in row_count

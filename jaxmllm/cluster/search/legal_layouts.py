@@ -146,7 +146,7 @@ class LegalLayouts:
             if options[sizing.name]:
                 continue
             given_remat = getattr(size.config.components, sizing.name).remat
-            # The first remat takes least memory: with it, the phase lacks least.
+            # The first remat takes the least memory, so with it the phase lacks least.
             least_remat = REMATS[0] if sizing.name in free else given_remat
             peak = size.peak(sizing.name, least_capacity(sizing), least_remat)
             lacking = Closest(choice, sizing.name, peak - self._request.budget)

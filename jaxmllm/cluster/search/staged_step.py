@@ -144,8 +144,8 @@ def _searched_sizes(
     def sizes_of(inputs: Sequence[SizingInputs]) -> PipelineSizes:
         return stage_sizes(of_part, model, samples, inputs, sampled.largest, memory)
 
-    # Rows come from the first layout with this key, whose memory may differ. So the slots and the
-    # schedule are then found for this layout's own memory, with the rows given.
+    # The rows may come from a layout with other memory. So slots and schedule are then chosen for
+    # this layout's own memory, with the rows given.
     key = _rows_key(of_part, model, sampled, part_inputs)
     if key not in known_rows:
         known_rows[key] = sizes_of(part_inputs).spec

@@ -79,7 +79,7 @@ class StepBytes:
     def state(self) -> float:
         """Bytes that are held between programs, without pools."""
         components = self.model.components.values()
-        # Sums of whole gradients also depend on how parameters are used. All else follows from the
+        # Bytes of whole gradients also depend on how parameters are used. All else follows from the
         # counts by logical axes, which many layouts share.
         if any(component.settings.reduce == "step" for component in components):
             return state_bytes(self.config, self.model) / self.stages

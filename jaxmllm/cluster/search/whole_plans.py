@@ -70,8 +70,7 @@ class WholePlans:
         halves = {}
         for phase in layout.config.model.two_passes:
             rows = getattr(estimate.config.phases, phase)
-            # `estimate.config` has what was asked for, `layout.config` the number that `auto`
-            # became.
+            # `estimate.config` is as asked for, `layout.config` has numbers in place of `auto`.
             is_open = rows.capacities == rows.max_capacity == rows.kept_residuals == "auto"
             has_room = getattr(layout.config.phases, phase).kept_residuals
             half_slots = max(layout.spec.phases[phase].capacities) // 2
@@ -93,7 +92,7 @@ class WholePlans:
         planned = self._plans(estimate, sampled, inputs)
         spec = planned.spec
         plans = planned.plans
-        # Clips were measured again for the spans that rows have now, so the lengths may be others.
+        # Clips may have been measured again for the chosen spans, so lengths may differ.
         sampled = planned.sampled
         config = estimate.config
         model = estimate.model

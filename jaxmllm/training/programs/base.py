@@ -319,7 +319,7 @@ class Programs(abc.ABC):
         averages = self.state.averages
         if averages is None:
             return jobs
-        # Averages are kept in at least float32; programs are compiled for the type of parameters.
+        # Averages are at least float32, while programs are compiled for the type of parameters.
         averaged = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, self.param_dtype, sharding=leaf.sharding),
             averages,

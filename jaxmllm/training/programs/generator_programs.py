@@ -76,8 +76,8 @@ class GeneratorPrograms(Programs):
                 pool = host.pools[phase][m]
                 pool_offset = np.int32(host.pool_offsets[phase][m])
                 program = self._microbatch_program("draw_loss_and_grad", phase, host, m)
-                # Where states have gradients, each replaces the state in its slot, which no other
-                # microbatch reads. So the rounds below carry gradients.
+                # If states have gradients, each replaces its state, which no other microbatch
+                # reads. So the rounds below carry gradients.
                 pools[pool], phase_grads, drawn, failed = program(
                     *(phase_params, rows, pools[pool], pool_offset),
                     *(scale, phase_grads, drawn, failed),
@@ -86,8 +86,8 @@ class GeneratorPrograms(Programs):
         if not self.functions.trains_states:
             return gradients, drawn, starts, [], failed
         d_states = [self._zeros(f"d_{LANGUAGE}") for _ in language_pools]
-        # Rounds name pools from the encoders' side, see `_states`. From `pop` on, `pools` is the
-        # only reference to a list of pools, which is freed once its rounds are delivered.
+        # Rounds name pools from the encoders' side, see `_states`. After `pop`, only `pools` refers
+        # to the pools of an owner, so they are freed once its rounds are delivered.
         for owner in list(states):
             pools = states.pop(owner)
             exchange = self._exchange_programs[owner]
@@ -158,7 +158,7 @@ class GeneratorPrograms(Programs):
             rows = self._abstract_generator_rows(phase, layout, row_class, row_format)
             arguments = (params, rows, pool, pool_offset, self._scalar_shape(), grads, drawn)
             results = (pool, grads, drawn)
-            # The gradients of one device are not summed over replicas in every microbatch.
+            # Code of one device does not sum gradients over replicas in every microbatch.
             # Evaluation has no gradients, so it leaves the collectives to XLA.
             by_device = GeneratorFunctions(functions.by_device(phase), phase)
             jobs[ProgramName("draw_loss_and_grad", phase, *row_class)] = Job(
@@ -172,8 +172,7 @@ class GeneratorPrograms(Programs):
             given = (params, rows, pool, pool_offset, drawn)
             evaluate = GeneratorFunctions(functions, phase).evaluate
             jobs[ProgramName("evaluate", phase, *row_class)] = Job(
-                # The default binds `evaluate` of this class: jobs are traced after the loop has
-                # ended.
+                # The default binds this class's `evaluate`: jobs are traced after the loop.
                 _with_failed_count(lambda *given, evaluate=evaluate: (evaluate(*given),)),
                 (*given, failed),
                 (drawn, failed),

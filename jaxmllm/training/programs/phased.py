@@ -302,15 +302,14 @@ class PhasedPrograms(GeneratorPrograms):
         metrics: dict[str, float] = {}
         for owner in self._exchange_programs:
             leaves = jax.tree.leaves(self.pools[owner])
-            # Pools are [R, W, ...]: what is left is one slot, with its token and whether that is
-            # valid.
+            # Pools are [R, W, ...]: the other axes are those of a slot's token and validity.
             token_bytes = sum(math.prod(leaf.shape[2:]) * leaf.dtype.itemsize for leaf in leaves)
             for name, statistic in (("bytes_moved", "slots_moved"), ("node_bytes", "node_tokens")):
                 if (key := f"route/{owner}/{statistic}") in statistics:
                     metrics[f"route/{owner}/{name}"] = statistics[key] * token_bytes
         for phase in self.spec.phases:
             if (key := f"{phase}/gathered_slots") in statistics:
-                # Statistics count slots, while keys and values are those of tokens of attention.
+                # Statistics count slots, but keys and values are counted by token of attention.
                 slot_bytes = self.functions.model.key_value_bytes(phase) / self._strides[phase]
                 metrics[f"{phase}/gathered_bytes"] = statistics[key] * slot_bytes
         return metrics
@@ -343,7 +342,7 @@ class PhasedPrograms(GeneratorPrograms):
         """Run one microbatch of a phase forward. `buffers` are overwritten: use those returned."""
         names = self.functions_of(phase)
         program = self._call(names.forward or names.evaluate, phase, *row_class)
-        # Without other microbatches, rows begin at slot 0 of the pool.
+        # The pool serves this microbatch alone, so pool offsets are 0.
         inputs = self._params_of(params, phase), rows, buffers.pool
         if phase in self.encoders:
             pool, kept, failed = program(*inputs, np.int32(0), buffers.failed)
@@ -489,9 +488,8 @@ class PhasedPrograms(GeneratorPrograms):
                 layout, row_class.capacity, row_format, block, windows, runs
             )
             arguments = (params, rows, pool, pool_offset, failed)
-            # Residuals stay in memory for a step's first microbatches alone, so there is a backward
-            # program that starts from rows, too. A frozen tower leaves its features, for all
-            # microbatches; an encoder of which nothing is trained has no backward program.
+            # Only the first microbatches of a step keep residuals; others start backward from rows.
+            # Frozen towers keep features for all; with nothing trained there is no backward.
             starts: list[Start] = []
             if names.backward_kept:
                 encode, kept = _encoder_keeping_residuals(functions, phase, params, rows, pool)
@@ -504,9 +502,8 @@ class PhasedPrograms(GeneratorPrograms):
                 encode, arguments, (pool, kept, failed), donated=(2,)
             )
             for start in starts:
-                # `pool.tokens` stands for the pool of the tokens' gradients, which has the same
-                # shape. This is code of one device: gradients are not summed over replicas in every
-                # microbatch.
+                # `pool.tokens` gives the shape of the pool of gradients. In code of one device,
+                # gradients are not summed over replicas in every microbatch.
                 inputs = (params, start, pool.tokens, pool_offset, grads)
                 on_device = partial(functions.by_device(phase).encode_grad, phase)
                 jobs[ProgramName(names.backward_from(start), phase, *row_class)] = Job(
@@ -591,7 +588,7 @@ def _encoder_keeping_residuals(
     layout = functions.model.layout(phase)
     on_device = partial(functions.by_device(phase).tokens_and_residuals, phase)
     tokens = jax.eval_shape(partial(functions.tokens, phase), params, rows)
-    # Like the pool, tokens are by rank. Which residuals there are only a trace tells.
+    # Tokens are laid out by rank, like the pool. Only a trace tells which residuals there are.
     tokens = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=pool.tokens.sharding)
     kept = results_of_devices(layout, lambda *given: on_device(*given)[1], (params, rows))
     forward = map_rows(layout, on_device, (params, rows), (tokens, kept))

@@ -49,7 +49,7 @@ class SamplingPrograms(PhasedPrograms):
         strength = np.asarray(guidance, self._real_dtype)
         pools, _, _ = self._encode(params, batch, self._zeros("failed"), backward=False)
         states, _ = self._states(params, batch, pools, backward=False)
-        # The states have been delivered: while items are drawn, nothing reads language pools.
+        # The states are delivered; nothing reads the language pools while items are drawn.
         del pools
         for phase in self.generators:
             phase_params = self._params_of(params, phase)
@@ -86,8 +86,8 @@ class SamplingPrograms(PhasedPrograms):
             functions = GeneratorFunctions(self.functions.spanned(phase, row_class.span), phase)
             layout = functions.step.model.layout(phase)
             rows = self._abstract_generator_rows(phase, layout, row_class, row_format, self.guided)
-            # Patches have the shape of the rows' features, but the type of losses: features are as
-            # the host stores them.
+            # Patches have the shape of the rows' features, but the type of losses, because features
+            # are as the host stores them.
             patches = jax.ShapeDtypeStruct(
                 rows.features.shape, functions.dtype, sharding=rows.features.sharding
             )

@@ -202,7 +202,7 @@ class StageFunctions:
             params = _outer_params(outer)
             features = model.finish(params, phase, rows, x)
             tokens = model.project(params, phase, features, rows.places)
-            # Tokens are by rank already. `rows.valid` is that only where no ranks share a row.
+            # Tokens are by rank already, but `rows.valid` only where no ranks share a row.
             valid = by_rank(layout, rows.valid) if layout.span > 1 else rows.valid
             return TokenPool(tokens.astype(self._sent_dtype), valid.astype(jnp.float32))
 
@@ -240,8 +240,8 @@ class StageFunctions:
             losses = _text_losses(functions, outer, x, hidden, rows) if learns else None
             if not generates:
                 return losses
-            # Text losses leave out an example whose media could not be computed. Generators do the
-            # same with items that read its states, which are not valid here.
+            # Text losses leave out examples with failed media. States of these are marked as not
+            # valid, so that generators leave out the items that read them.
             computed = ~functions.failed_tokens(rows, x.valid)
             states = TokenPool(hidden.astype(self._sent_dtype), computed.astype(jnp.float32))
             # From rows [R / g, g * C, ...], which may be in parts, to each rank's slots in packed

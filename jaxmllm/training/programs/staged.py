@@ -202,8 +202,7 @@ class StagedPrograms(Programs):
             of_phase = []
             for (pool, chain), slot_count in held.slots.items():
                 if chain == c:
-                    # The count includes the slot that tables do not know, and so do the bytes of
-                    # the pool.
+                    # Both the count and the bytes include the slot unknown to tables.
                     slot_bytes = held.pools[pool, c] / slot_count
                     of_phase.append(f"{pool.words} {slot_count} x {_size_text(slot_bytes)}")
             backward = held.boxes.get((Pool.RESIDUAL, c))
@@ -456,8 +455,7 @@ class StagedPrograms(Programs):
                     row = abstract_language_rows(layout, capacity, max_segments, block, windows)
                 else:
                     row = abstract_encoder_rows(layout, capacity, formats[phase], block, windows)
-                # A program takes the rows of a whole run at once, stacked up to the most that a run
-                # may have.
+                # A program takes all rows of a run at once, stacked: as many as a run may have.
                 of_classes.append(jax.tree.map(partial(_stacked_shape, row_count), row))
             rows[phase] = tuple(of_classes)
         return rows

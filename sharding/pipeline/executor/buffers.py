@@ -211,8 +211,7 @@ class Shapes:
                 of_slot = self.components[c][0].tokens
             case Pool.RESIDUAL:
                 stack, x = self.slot(pool, c)
-                # Other residuals are whatever a layer's forward computes; the compiler lays them
-                # out.
+                # The layout of residuals other than inputs of layers is left to the compiler.
                 of_stack = None
                 if self.gradients[c][0].keeps_input_alone and activation is not None:
                     of_stack = PartitionSpec(None, *activation)
@@ -299,7 +298,7 @@ class Buffers:
                 ((Pool.PENDING, c), "pending", weight),
             ):
                 if self.shapes.has(*key):
-                    # -1: nothing was kept, and the backward recomputes its residuals.
+                    # -1: no residuals were kept, so the backward recomputes them.
                     loads = reads & (row[column] >= 0)
                     scratch[key], pools[key] = once(
                         loads,
@@ -368,7 +367,7 @@ class Buffers:
                 slot = self._slot_or_unknown(*key, row[f"grad_slot.{e}.{index}"], writes)
                 old = read(pools[key], slot)
                 new = read(scratch[key], index)
-                # The first share replaces the slot's content, which is left from an earlier use.
+                # The first share replaces what an earlier use left in the slot.
                 is_first = row[f"grad_is_first.{e}.{index}"] > 0
                 total = jax.tree.map(
                     lambda old, new, is_first=is_first: jnp.where(is_first, new, old + new),

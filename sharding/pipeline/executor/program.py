@@ -52,8 +52,7 @@ class Program:
     def operate(self, pools: Pools, work: Work, row: Row) -> Work:
         """Do the operation that a row names; a rank that waits does nothing."""
         for c in range(len(self.components)):
-            # Which branches there are is known when the program is traced. Which one runs, if any,
-            # is in the row.
+            # The branches are fixed when the program is traced; the row says which one runs.
             branches = []
             for kind in Kind:
                 for k in range(len(self.rows[c])):
@@ -80,8 +79,7 @@ class Program:
                     )
                 return work
 
-            # Around the conditions of all branches, so that an operation of another component skips
-            # them at once.
+            # Around the conditions of all branches: other components' operations skip them all.
             work = lax.cond(does(row, c, *Kind), component, unchanged, work)
         return work
 
@@ -320,7 +318,7 @@ class Program:
             y, residuals = gradient.forward(params, x, data)
             return write(stack, index, residuals), y
 
-        # If nothing is wanted, the loop makes no turn: a condition would copy the stack.
+        # A loop of no turns if nothing is wanted, because a condition would copy the stack.
         return lax.fori_loop(0, jnp.where(wanted, row["layers"], 0), step, (stack, x))
 
     # ------------------------------------------------------------------------ backward through a chunk
@@ -450,7 +448,7 @@ class Program:
             argument,
         )
 
-        # Of the parameters only those in use are differentiated by; the others are constants.
+        # A function of the parameters in use alone; the others are constants.
         def with_chosen(chosen: list[Array], argument: Tree) -> Any:
             remaining = iter(chosen)
             merged = [
@@ -460,7 +458,7 @@ class Program:
 
         chosen = [leaf for leaf, used in zip(leaves, uses, strict=True) if used]
         if has_aux:
-            # The gradient is that of `value`; `sums` have none.
+            # Only `value` is differentiated, not `sums`.
             value, vjp, sums = jax.vjp(with_chosen, chosen, argument, has_aux=True)
             results: Any = (value, sums)
         else:

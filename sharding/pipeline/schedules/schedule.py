@@ -62,7 +62,7 @@ def asynchronous(schedule: Schedule) -> int:
     lengths = durations(schedule)
     ready = [0] * graph.size
     free = [0] * graph.ring.stages
-    # In order of ticks, an operation comes after all that it waits for: `ready[n]` is final.
+    # Ticks put an operation after all that it waits for, so `ready[n]` is final.
     for n in schedule.ticks.ravel().tolist():
         if n == WAITS:
             continue
