@@ -95,7 +95,7 @@ def _field_comments(section: type[BaseModel]) -> dict[str, str]:
     A class that declares a field again without a comment keeps the inherited one.
     """
     comments = {}
-    # From the bases to the section, so that a field declared again has its last comment.
+    # From the bases to the section, so that the last comment of a field declared again counts.
     for base in reversed(section.__mro__):
         if not issubclass(base, Section):
             continue
@@ -133,7 +133,7 @@ def _type_choices(annotation: Any, constraints: Iterable[Any], many: bool) -> li
     arguments = get_args(annotation)
     if origin is Annotated:
         inner, *outer = arguments
-        # A pydantic `Field` holds constraints as its metadata; others stand alone.
+        # A pydantic `Field` has constraints in its metadata; any other argument is one itself.
         nested = [item for info in outer for item in getattr(info, "metadata", [info])]
         return _type_choices(inner, nested, many)
     if origin is Literal:

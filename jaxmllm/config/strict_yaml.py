@@ -124,7 +124,7 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
                 raise _error(key, f"the key {key.value!r} stands here twice")
             names.add(str(key.value))
         return [child for pair in node.value for child in pair]
-    # Text in quotes can have one as an escape, and could not be written as UTF-8.
+    # Quoted text may have one as an escape, which could not be written as UTF-8.
     if any("\ud800" <= character <= "\udfff" for character in node.value):
         raise _error(node, "half of a surrogate pair is no text")
     if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_NUMBER:

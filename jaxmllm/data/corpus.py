@@ -207,8 +207,7 @@ class Corpus:
             rendered = render(conversation, self.tokenizer, self.modalities, index.shapes(local))
         except ValueError as error:
             raise DataError(_changed_record_message(index, local, f": {error}")) from error
-        # A changed record may still be valid, so its text and its length are compared with the
-        # index.
+        # A changed record may still be valid, so its text and length are compared with the index.
         same = zlib.crc32(record.strip()) == index.checksum[local]
         if not same or len(rendered.tokens) != index.language_length[local]:
             raise DataError(_changed_record_message(index, local))

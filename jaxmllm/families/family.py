@@ -82,8 +82,8 @@ class Family:
     def of_folder(self, config: FolderConfig, shapes: Shapes) -> Family:
         """This family with the sizes, the prefix and the lines of one folder, whose tensors have
         these shapes by key."""
-        # In the family's order: a later prefix may begin an earlier one, or be empty, and so fit
-        # the same keys.
+        # The first in the family's order counts: a later prefix may be empty or the beginning of an
+        # earlier one, and then the same keys match.
         matches = [
             prefix for prefix in self.prefixes if any(key.startswith(prefix) for key in shapes)
         ]

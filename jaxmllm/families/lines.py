@@ -75,7 +75,7 @@ class Line:
         match = _LINE_FORM.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not of the form 'key: axes -> axes'")
-        # One pair for each axis: (letters, "") of a group in parentheses, ("", letter) of any other
+        # A pair for each axis: (letters, "") for a group in parentheses, ("", letter) for any other
         axes = _AXIS.findall(match["tensor"])
         signed = [(group or letter).split() for group, letter in axes]
         backward = frozenset(
@@ -84,7 +84,7 @@ class Line:
         tensor = tuple(tuple(letter.removeprefix("-") for letter in group) for group in signed)
         parameter = tuple(group or letter for group, letter in _AXIS.findall(match["parameter"]))
         joined = " ".join(axis for axis in parameter if " " in axis).split()
-        # A joined axis tells only the product of its sizes; other sizes are axes of the parameter.
+        # The parameter's shape gives all sizes, but of joined letters only the product.
         if missing := [letter for letter in joined if letter not in (sizes or {})]:
             raise ValueError(f"{text!r}: nothing says the size of {', '.join(missing)}")
         of_joined = {letter: (sizes or {})[letter] for letter in joined}

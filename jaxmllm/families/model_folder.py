@@ -286,12 +286,12 @@ def _open_indexed_files(index: Path) -> Iterator[WeightFile]:
         raise FolderError(f"{index} has no weight_map ({error}); copy it again") from error
     for name in sorted({*named.values()}):
         path = folder / name
-        # An index must not lead out of its folder, so names are without folders.
+        # An index must not lead out of its folder, so names must not contain folders.
         if Path(name).name != name or not path.is_file():
             raise FolderError(f"{index} names {name}, which is not there; copy the folder again")
         file = WeightFile.open(path)
         keys = {key for key, file_name in named.items() if file_name == name}
-        # Both ways: keys that the index leaves out would be used as well, as all of a file are.
+        # Both ways: all tensors of a file are used, also those that the index leaves out.
         if unequal := sorted(keys ^ file.tensors.keys()):
             raise FolderError(
                 f"{index} and {path} differ in {', '.join(unequal[:LISTED])}; copy the folder again"

@@ -77,10 +77,10 @@ def resolved(tree: dict[str, Any]) -> dict[str, Any]:
 def _complete_from_folders(tree: dict[str, Any]) -> dict[str, Any]:
     """The tree, completed from its folders: those of towers and generator, then the decoder's."""
     data = tree.get("data")
-    # Asked before towers add sections to `data`: a tree of `model` alone, as conversion gives it,
-    # needs no tokenizer.
+    # Decided before towers add sections to `data`: a tree of `model` alone, as conversion passes
+    # it, needs no tokenizer.
     reads_text = isinstance(data, dict) and data.get("tokenizer") is None
-    # Named towers and the generator come first: their folders count whatever `model.from` is.
+    # Named towers and the generator come first: their folders are read whatever `model.from` is.
     for component in TOWERS:
         tree = _with_named_tower(tree, component)
     tree = _with_named_generator(tree)

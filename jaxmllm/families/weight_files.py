@@ -78,8 +78,7 @@ class WeightFile:
             size = path.stat().st_size
             with path.open("rb") as stream:
                 length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
-                # In another kind of file these bytes can be any number, and that many would be
-                # read.
+                # Other files may begin with a huge number, and as many bytes would be read.
                 if size < LENGTH_BYTES or not 0 < length <= min(
                     LONGEST_HEADER, size - LENGTH_BYTES
                 ):
@@ -143,7 +142,7 @@ def _stored_tensor(path: Path, key: str, entry: Any, begin: int, size: int) -> S
             f"{path} is truncated: {key} ends at byte {begin + end}, the file has {size}; copy it again"
         )
     bad = start < 0 or min(shape, default=0) < 0
-    # Tensors of other types are copied at most, and the sizes of their numbers are not known.
+    # Tensors of other types are at most copied, and the size of their numbers is not known.
     if dtype in DTYPES:
         bad = bad or end - start != math.prod(shape) * DTYPES[dtype].itemsize
     if bad:

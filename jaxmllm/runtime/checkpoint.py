@@ -161,7 +161,7 @@ class Checkpoints:
             except DamagedError as error:
                 damaged.append((step, str(error)))
                 continue
-            # Only now: if no checkpoint is usable, all stay where they are.
+            # Put aside only now: if no checkpoint is usable, all stay where they are.
             for damaged_step, problem in damaged:
                 say(
                     f"{problem}; put aside as {damaged_step}{DAMAGED}, continuing from checkpoint {step}"

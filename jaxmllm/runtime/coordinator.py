@@ -85,7 +85,7 @@ class BoardServer:
         if verb == "set":
             values = self.folders.setdefault(folder, {})
             if not overwrite and key in values:
-                # A reply and no error: a client whose connection broke sends its request again.
+                # No error is raised: a client whose connection broke sends its request again.
                 return f"{key} is set"
             values[key] = value
             return None
@@ -93,7 +93,7 @@ class BoardServer:
             return [
                 (name, text)
                 for subfolder, values in self.folders.items()
-                # The folder, or one above it, rules out most keys without a look at each.
+                # Folders that are neither that of the key nor below it are skipped as a whole.
                 if not folder or f"{subfolder}/".startswith(f"{folder}/")
                 for name, text in values.items()
                 if name.startswith(key)
@@ -101,7 +101,7 @@ class BoardServer:
         if verb == "delete":
             values = self.folders.get(folder, {})
             values.pop(key, None)
-            # Every list looks at the names of all folders, so empty ones are not kept.
+            # Every "list" looks at the names of all folders, so empty ones are not kept.
             if not values:
                 self.folders.pop(folder, None)
             return None

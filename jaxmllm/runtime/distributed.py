@@ -213,8 +213,8 @@ def _meet(
         p: json.loads(told)
         for p, told in gather(board, "here", processes, limits.start_timeout, missing).items()
     }
-    # Before names are looked up: a process that was told another count may have a number beyond
-    # this one.
+    # Checked before hosts are looked up by number: a process that was told a larger count may have
+    # a number beyond this one.
     for told_process, (host, told_processes) in sorted(told_by_process.items()):
         if told_processes != processes:
             raise HostsError(
@@ -329,7 +329,7 @@ def _read_address(environment: Mapping[str, str]) -> tuple[str, int, int, int] |
             f"{', '.join(missing)} not set: a run of several processes needs {COORDINATOR} (host:port), {PROCESSES} "
             f"and {PROCESS_ID}; set them all (see launch/), or none for a run of one process"
         )
-    # The last colon: an IPv6 host has colons too, and stands in brackets.
+    # Split at the last colon, because an IPv6 host, in brackets, has colons, too.
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise LaunchError(f"{COORDINATOR}={address!r} must be host:port, e.g. 10.0.0.1:1234")

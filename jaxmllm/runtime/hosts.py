@@ -67,7 +67,7 @@ class Hosts:
         meeting = next(self._meetings)
         self.board.key_value_set(f"facts/{meeting}/{self.process}", json.dumps(dict(facts)))
         late = self._late_line(f"has not told its {what}")
-        # Process 0 alone reads the facts of all, and posts one verdict, by which all raise or none.
+        # Process 0 alone compares, and posts one verdict, so either all processes raise or none.
         if self.process == 0:
             told = gather(self.board, f"facts/{meeting}", self.processes, self.start_timeout, late)
             lines = [
@@ -243,10 +243,10 @@ class Watchdog:
             hosts.board.key_value_dir_get(f"alive/{'others' if hosts.process == 0 else 'first'}/")
         )
         for process in watched:
-            # A process without a sign has "", and one not looked at yet None: the two differ, so
-            # the first look starts its time.
+            # "" for a process without a sign differs from None for one not looked at yet, so its
+            # time starts with the first look.
             sign = signs.get(process, "")
-            # After a gap of its own this process has missed signs, and all get their time anew.
+            # After a gap of its own this process may have missed signs, so all times start anew.
             if sign != self._signs.get(process, (None,))[0] or gap > OWN_GAP_BEATS * BEAT_SECONDS:
                 self._signs[process] = (sign, now)
             elif now - self._signs[process][1] > hosts.peer_timeout:
@@ -371,8 +371,8 @@ def ending_together(user_errors: tuple[type[BaseException], ...]) -> Iterator[Ou
     except Exception as error:
         if _current is None:
             raise
-        # A collective that fails is mostly a sign of a dead peer, which the watchdog names if it is
-        # given time. Lack of memory is this process's own failure.
+        # A collective mostly fails because a peer is dead, which the watchdog names if it is given
+        # time. Lack of memory is this process's own failure.
         if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" not in str(error):
             await_verdict()
         traceback.print_exc()

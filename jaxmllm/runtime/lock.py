@@ -173,7 +173,7 @@ class RunLock:
         while time.monotonic() < deadline:
             time.sleep(min(POLL_SECONDS, self._silence / 10))
             if self._read_holder() != holder:
-                # Another content is a sign of life; no file at all means that it was released.
+                # Changed content is a sign of life; without a file, the lock was released.
                 return self._read_holder() is None
         return True
 

@@ -257,8 +257,7 @@ def _trim_records(path: Path, step: int) -> None:
                 record = _parsed_record(line)
                 if record is not None and record["step"] <= step:
                     yield line.removesuffix("\n") + "\n"
-                # A last line without its end was cut short when the run was killed, which is no
-                # damage.
+                # A last line without a line end is no damage: it was cut when the run was killed.
                 damaged += record is None and line.endswith("\n") and bool(line.strip())
         if damaged:
             aside = path.with_name(f"{path.name}.damaged")

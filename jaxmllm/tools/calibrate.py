@@ -147,7 +147,7 @@ def time_phase(
     """
     spec = programs.spec.phases[phase]
     row_format = run.corpus.formats.get(phase)
-    # Items of encoders are whole tokens of the language model, aligned as their rows ask for.
+    # Media items are whole tokens of the language model, aligned as their rows require.
     unit = (
         1
         if row_format is None

@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     for line in fallbacks:
         print(f"warning: {line}", file=sys.stderr)
-    # --seed draws generated lengths alone; batches of the data follow run.seed.
+    # --seed is for generated lengths alone; batches of the data depend on run.seed.
     if options.generated:
         seed, generator = options.seed, GENERATED
     else:

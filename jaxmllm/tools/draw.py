@@ -143,7 +143,7 @@ def draw(config: Config, requests: Requests, steps: int, guidance: float, writer
     if jax.process_count() > 1:
         raise ConfigError("jaxmllm draw runs in one process; start it without a launcher")
     mesh = make_mesh(config.mesh_sizes, spans=mesh_spans(config))
-    # Guidance 1 is that of the conditions alone: rows then need no items without them.
+    # Guidance 1 uses predictions with conditions alone, so rows need no items without conditions.
     drawing = plan_drawing(config, requests, mesh, guided=guidance != 1)
     params, _ = saved_parameters(Path(config.run.directory), drawing.programs.params)
     began = time.monotonic()

@@ -61,7 +61,7 @@ def _draw_bars(axes: Axes, layouts: Sequence[Mapping[str, float]]) -> None:
     """Draw a bar of stacked parts for each layout, and the parts' names below."""
     longest = max(sum(parts.values()) for parts in layouts)
     all_names = dict.fromkeys(name for parts in layouts for name in parts)
-    # Parts too small to be seen in any bar get no colour; bars are shorter by them.
+    # Parts too small to be seen in any bar are left out, so bars are slightly too short.
     names = [
         name
         for name in all_names

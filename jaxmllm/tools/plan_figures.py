@@ -90,7 +90,7 @@ def why_lost(layout: PlannedLayout, best: PlannedLayout) -> str:
         return "as fast, with no fewer axes"
     excess = {name: seconds - best.parts.get(name, 0.0) for name, seconds in layout.parts.items()}
     name = max(excess, key=lambda part: excess[part])
-    # Parts of no phase have no slash, so an empty `kind`.
+    # Parts that belong to no phase have no slash, and then `kind` is empty.
     phase, _, kind = name.partition("/")
     share = f"{100 * layout.parts[name] / layout.seconds:.0f} % of the step"
     if kind == "weights":

@@ -61,8 +61,8 @@ def make_planner(
     if priced:
         config = with_gather_price(config, device)
     tokenizer = load_tokenizer(config.data)
-    # The model is built for its shapes alone. All devices are ranks of data here; which mesh they
-    # form is what the planner searches.
+    # The model is built for its shapes alone, so all devices are on the axis `data`; the planner
+    # searches for the mesh.
     sizes = dict.fromkeys(AXES, 1) | {"data": devices}
     mesh = cluster_mesh(config, sizes, cluster)
     open_config = config.model_copy(update={"components": _default_layouts(config)})

@@ -143,7 +143,7 @@ class PreparedTexts:
         tokens = tuple(row[chosen].astype(np.int32) for row, chosen in zip(ids, slots, strict=True))
         targets = []
         for row, chosen in zip(labels, slots, strict=True):
-            # A label stands at the token itself, a target at the token before it.
+            # A label is at the token itself, a target at the token before it.
             following = np.append(row[chosen][1:], NO_TARGET)
             targets.append(np.where(following == NO_TARGET, -1, following).astype(np.int32))
         if not any((of_text >= 0).any() for of_text in targets):
@@ -253,7 +253,7 @@ class PreparedRun:
         batch = texts.gather(np.arange(len(texts.tokens)))
         longest = {phase: int(items.length.max()) for phase, items in batch.phases.items()}
         formats = row_formats(texts.modalities)
-        # All texts are one batch, and rows are sized to hold just that.
+        # All texts are one batch, and sizes are chosen from it alone.
         spec = choose_sizes(
             [batch],
             sizing_inputs(config, model, formats, longest, spans),

@@ -105,7 +105,7 @@ def read_pictures(
         ("video", "videos", VIDEOS, OF_VIDEO),
     ):
         missing = [name for name in names if name not in arrays]
-        # Neither argument is there: the texts have no media of this kind.
+        # Without any of the arguments, the texts have no media of this kind.
         if missing == [*names]:
             continue
         if missing:
@@ -119,7 +119,7 @@ def read_pictures(
             )
         what = f"the {kind} of {names[1]}"
         of_texts = places[medium].spans(path, what, images, shapes, texts, prefix)
-        # Pictures stand before videos here; the caller puts both into reading order.
+        # Pictures come before videos here; the caller puts both into reading order.
         spans = [(*before, *added) for before, added in zip(spans, of_texts, strict=True)]
         by_item = zip(shapes, np.split(colors, np.cumsum(counts)[:-1]), strict=True)
         patches |= {

@@ -145,7 +145,7 @@ def make_shapes(out: Path, seed: int = 0, train: int = 9216, test: int = len(SCE
             random = random_of(seed, name, "shapes")
             maker = _RecordMaker(out, Path("media") / name, random, split_scenes, split == "test")
             records_of[name] = [record(maker, n) for n in range(length)]
-            # Lazy, and written before the loop changes `name`.
+            # A generator, which is used up before the loop changes `name`.
             lines = (r.conversation(f"{name}-{n:05d}") for n, r in enumerate(records_of[name]))
             _write_lines(out / f"{name}.jsonl", lines)
     for file, requested in (("draw", ("pictures-test", "clips-test")), ("edit", ("edits-test",))):

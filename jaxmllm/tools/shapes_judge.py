@@ -72,7 +72,7 @@ def look_at_clip(frames: Sequence[NDArray[np.uint8]]) -> dict[str, str | None]:
     end = figures[-1]
     if start is not None and end is not None:
         displacement = np.subtract(_centroid(end[1]), _centroid(start[1]))
-        # How far the figure went in each direction; a way back counts negative.
+        # How far the figure went in each direction; negative if it went the opposite way.
         distances = {name: float(displacement @ np.array(step)) for name, step in MOTIONS.items()}
         best = max(distances, key=lambda name: distances[name])
         motion = best if distances[best] >= LEAST_WAY else None

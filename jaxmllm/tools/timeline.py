@@ -79,7 +79,7 @@ def of_schedules(schedules: Sequence[Schedule], title: str, unit: int = 1) -> Ti
     for schedule in schedules:
         graph = schedule.graph
         lengths = [duration * unit / PFLOP for duration in durations(schedule)]
-        # Runs follow one another: each begins at the last edge of the one before.
+        # Runs follow one another, so their ticks continue the same edges.
         for row in schedule.ticks.tolist():
             for rank, n in enumerate(row):
                 # -1: the rank waits in this tick.

@@ -274,7 +274,7 @@ def _phase_record(
     ideal = sum(waste.ideal for waste in wastes)
     max_over_mean = sum(waste.max_over_mean * waste.ideal for waste in wastes) / ideal
     synchronised = sum(waste.synchronised * waste.ideal for waste in wastes) / ideal
-    # Padding has no floor: its sum is empty, and the 0 becomes None again.
+    # With padding there is no floor: the sum is 0, which becomes None again.
     floor = sum(waste.floor * waste.ideal for waste in wastes if waste.floor is not None) or None
     return _record(
         phase,

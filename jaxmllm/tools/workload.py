@@ -396,7 +396,7 @@ def _batch_items(
         tokens = ceil_divide(heard, frames)
         phases["audio"] = _items(clips.example, tokens * frames, heard, tokens, text)
     length = text.copy()
-    # Before generators are added to `phases`: only what encoders read lengthens a text.
+    # `phases` has no generators yet: only tokens of encoders lengthen a text.
     for items in phases.values():
         length += sums_by(items.example, items.tokens.astype(np.int64) + FRAME_TOKENS, len(text))
     # Indexing adds once to each example, which has at most one drawn item.

@@ -75,7 +75,7 @@ def build_index(
     `DataError` when the source cannot be read.
     """
     source = open_source(config)
-    # Before records are read: those of a file that changes meanwhile get another stamp next time.
+    # Taken before records are read: if the file changes meanwhile, its stamp differs next time.
     try:
         stamp = source.stamp()
     except DataError as error:
@@ -88,7 +88,7 @@ def build_index(
     stored = read_cache(file, config, source)
     known: Mapping[MediaKey, Measured] = {}
     if stored is not None:
-        # Measurements stay valid one by one, also where records or other media have changed.
+        # Measurements stay valid one by one, even if records or other media have changed.
         known = still_known(stored, formats)
         if stored.stamp == stamp and len(known) == len(stored.index.media.address):
             return stored.index

@@ -77,7 +77,7 @@ class Blanks(Generated):
         """Patch grid of a blank item. Raises `MediaError`: answered_before, cut_patch,
         too_many_frames, image_too_large."""
         learned = self.learned
-        # A clip to be drawn has the part "video", which wraps its reference.
+        # The reference of a clip to be drawn is wrapped, as that of any video.
         blank = media.media if isinstance(media, Clip) else media
         if not isinstance(blank, Blank):
             raise MediaError(

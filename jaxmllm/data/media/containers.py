@@ -63,7 +63,7 @@ def check_wave(file: Stream, media: MediaReference) -> None:
         if name == b"data":
             if chunk_size == 0xFFFF_FFFF and stored_64 is not None:
                 chunk_size = stored_64
-            # A file that is as long as such a size says is compared with it like any other.
+            # Only in a file that is shorter does such a size mean that the length was unknown.
             elif chunk_size >= STREAMED and begin + chunk_size > size:
                 return
             if begin + chunk_size > size:

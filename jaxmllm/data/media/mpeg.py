@@ -118,8 +118,8 @@ def scan(file: Stream, stream: MpegStream, media: MediaReference, max_frames: in
         if frame is None:
             _check_tail(file, position, frames == stream.stored, media)
             break
-        # Streams that were joined without a tag between them differ in format, or the second has an
-        # info frame of its own.
+        # Streams that were joined without a tag between them are told apart by their format, or by
+        # an info frame of the second.
         if (frame.rate, frame.channels) != (stream.first.rate, stream.first.channels):
             raise _joined_error(
                 media, f"{frame.rate} Hz in {frame.channels} channels begin at byte {position}"
@@ -261,7 +261,7 @@ def _check_tail(file: Stream, position: int, complete: bool, media: MediaReferen
             complete = True
         elif head[:11] == b"LYRICSBEGIN" or complete or only_zeros(file, position):
             return
-        # Two bytes tell sync, version and layer; the two that may lack are replaced by valid ones.
+        # Two bytes tell sync, version and layer; the two that may be missing are replaced.
         elif is_frame(head[:2] + bytes([0x90, 0])) and len(head) < 4:
             raise MediaError(
                 "truncated_audio", f"{media} ends within the header of an MP3 frame; copy it again"

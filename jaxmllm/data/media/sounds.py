@@ -252,8 +252,8 @@ class Sounds:
             check_flac(file, header.frames, media)
         elif header.stream is not None:
             scan = self._scan_frames(file, header.stream, media)
-            # A count that libsndfile does not understand is replaced by an info frame with the
-            # number of frames. The stream ends with the last frame, without the tags after it.
+            # Without a count that libsndfile understands, an info frame with the number of frames
+            # comes first. The stream ends with the last frame, without the tags after it.
             begin = header.stream.start if header.stream.understood else scan.begin
             file.seek(begin)
             info = b"" if header.stream.understood else mpeg.info_frame(header.stream, scan.frames)

@@ -221,7 +221,7 @@ class ImagesAndVideos(Images):
         """
         videos = self.videos
         patch = self.patch_frames
-        # In all other cases, the last frame fills up a patch.
+        # Otherwise `_group_frames` fills up an incomplete patch with the last frame.
         if (videos.fps is not None or videos.bounds == "video") and frames < patch:
             raise MediaError(
                 "too_few_frames",
@@ -245,6 +245,6 @@ class ImagesAndVideos(Images):
             frame_count = (
                 max(int(min(max(at_fps, videos.min_frames), max_frames)) // patch, 1) * patch
             )
-            # In float32, as published: the cut to whole numbers below depends on it.
+            # In float32, as published: it matters where indices are cut to whole numbers below.
             indices = (np.arange(frame_count) * (frames / frame_count)).astype(np.float32)
         return indices.astype(np.int64).tolist()

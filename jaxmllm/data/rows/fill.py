@@ -208,8 +208,7 @@ class StepFiller:
                 assert self.draws is not None, f"nothing says what is random of {phase}"
                 max_segments = self.spec.phases[phase].max_segments
                 draws = StepDraws(self.draws, step, batch.examples, self.corpus.id)
-                # With `runs` there are stages, and the states that items read arrive through the
-                # exchange.
+                # A plan with `runs` has stages, where the states that items read arrive by a route.
                 route = plan.routes[phase] if plan.runs else None
                 rows[phase], messages = generator_rows(
                     *of_phase, max_segments, draws, self.threads, route

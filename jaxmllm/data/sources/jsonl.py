@@ -58,14 +58,13 @@ class JsonLines:
         offset = 0
         with self.path.open("rb") as file:
             for line in count(1):
-                # One byte more than a record may have tells which lines are too long.
+                # One byte more than a record may have, which shows whether the line is too long.
                 text = file.readline(MAX_LINE + 1)
                 if not text:
                     return
                 size = len(text)
                 if size > MAX_LINE:
-                    # The rest of the line is read in pieces that are dropped, up to the beginning
-                    # of the next one.
+                    # The rest of the line is read in pieces and dropped, so memory stays bounded.
                     piece = text
                     while piece and not piece.endswith(b"\n"):
                         piece = file.readline(MAX_LINE)

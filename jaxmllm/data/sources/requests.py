@@ -156,8 +156,8 @@ def _checked_entry(asked: Any) -> dict[str, Any]:
         raise ConversationError(
             "wrong_type", f"size must be HEIGHTxWIDTH in pixels, such as 256x384 (got {size!r})"
         )
-    # Defaults serve the checks alone: an entry keeps its absent keys absent, because `frames` tells
-    # a clip from a picture.
+    # Defaults are for the checks alone and are not added to the entry: whether it has `frames`
+    # tells a clip from a picture.
     frames = asked.get("frames", 1)
     if isinstance(frames, bool) or not isinstance(frames, int) or frames < 1:
         raise ConversationError("wrong_type", f"frames must be a positive number (got {frames!r})")
@@ -165,7 +165,7 @@ def _checked_entry(asked: Any) -> dict[str, Any]:
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ConversationError("wrong_type", f"seed must be a whole number (got {seed!r})")
     name = asked.get("name", "name")
-    # File systems limit bytes, not characters; a name with a dot first would be hidden.
+    # File systems limit bytes, not characters; a file whose name begins with a dot is hidden.
     named = isinstance(name, str) and _NAME_PATTERN.fullmatch(name) and not name.startswith(".")
     if not named or len(name.encode()) > _LONGEST_NAME:
         raise ConversationError(
@@ -181,7 +181,7 @@ def _conversation_record(asked: dict[str, Any], number: int, seed: int) -> bytes
     `ConversationError`."""
     conversation = {key: asked[key] for key in MEDIA_LISTS.values() if key in asked}
     conversation["messages"] = _messages(asked)
-    # Before size and frames come in, so that noise does not depend on them.
+    # Computed before size and frames are added, so that noise does not depend on them.
     digest = hashlib.blake2b(
         json.dumps([seed, conversation], sort_keys=True).encode("utf-8", "surrogatepass"),
         digest_size=16,

@@ -151,9 +151,8 @@ def written_pieces(
         problem = _unfound_reason(marked, plain, control, None)
     else:
         marks = sum(answer.marks for answer in answers)
-        # Templates may split a content after its reasoning, so both parts get marks of their own.
-        # Where marks in the reasoning change what is written (it may be empty), one pair around all
-        # is tried.
+        # Templates may split a content after its reasoning, so both get marks of their own. If
+        # these change what is written (of an empty reasoning, say), one pair around both is tried.
         for inline in (True, False):
             marked = template.write(_messages(conversation, control, strip, inline=inline), tools)
             problem = _unfound_reason(marked, plain, control, marks)
@@ -164,8 +163,8 @@ def written_pieces(
     learned = (
         _between_marks(marked) if said_by_template else _learned(marked, template, control, answers)
     )
-    # Both texts have the marks of media, so their comparison finds none that the template drops,
-    # repeats or moves.
+    # Both texts have the marks of media, so comparing them does not show whether the template
+    # drops, repeats or moves media.
     media = [ord(mark) - MEDIA for mark in _PRIVATE_CHARACTER.findall(marked) if ord(mark) >= MEDIA]
     if media != list(range(len(conversation.media))):
         raise _template_error(
@@ -360,8 +359,7 @@ def _learned(
     matches = re.finditer(f"({THOUGHT_OPEN}[^{OPEN}]*)?{OPEN}[^{CLOSE}]*{CLOSE}", marked)
     after = 0
     for answer in answers:
-        # One match for each pair of marks. `_unfound_reason` has compared their total with the
-        # answers.
+        # One match for each pair of marks, and `_unfound_reason` has checked how many there are.
         spans = list(itertools.islice(matches, answer.marks))
         start = spans[0].start()
         marks_end = spans[-1].end()
@@ -371,8 +369,8 @@ def _learned(
             # Other text between prompt and content is the template's own, and is not learned.
             if spans[0][1] or answer.calls or not marked[begin:start].strip():
                 start = begin
-        # After the marks of a call its arguments follow, so the end of the turn is searched. After
-        # a text, it follows at once or is not there.
+        # Arguments follow the marks of a call, so the end of the turn is searched for. After a
+        # text, it follows at once or is missing.
         if answer.calls:
             end = control.turn_end.match(template.after_answer)
             turn_end = end[0].strip() if end else ""

@@ -167,7 +167,7 @@ def parse_conversation(
     if form == "messages":
         tools = _object_list(record, TOOLS, "the record")
         messages = _field(record, "messages", list, "the record")
-        # Counts agree before contents are parsed, so that no iterator ends at a placeholder.
+        # Counts are compared before contents are parsed, so no placeholder lacks a path.
         _check_placeholders(
             [message.get("content") for message in messages if isinstance(message, dict)], lists
         )
@@ -238,8 +238,7 @@ def _calls(message: dict[str, Any], where: str) -> tuple[ToolCall, ...]:
     calls = []
     for i, call in enumerate(_object_list(message, CALLS, where)):
         call_where = f"{where}.{CALLS}[{i}]"
-        # Calls come with the wrapper {"type": "function", "function": ...} or without; the id is
-        # outside.
+        # A call may be wrapped as {"type": "function", "function": ...}, with its id outside.
         function = call
         if call.get("function") is not None:
             function = _field(call, "function", dict, call_where)

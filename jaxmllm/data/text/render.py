@@ -126,8 +126,7 @@ def _render_turns(
                     sequence.add_text((*frame.end, *tokenizer.encode(frame.after)), frame_learned)
             else:
                 sequence.add_text(tokenizer.encode(part.text), learned)
-        # The end is learned with the answer, because it stops generation. The separator comes after
-        # that.
+        # The end is learned with the answer, because it stops generation; the separator is not.
         sequence.add_text((layout.turn_end,), learned)
         if spoken:
             sequence.add_text(layout.separator)

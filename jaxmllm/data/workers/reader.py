@@ -133,7 +133,7 @@ class Loader(Generic[T]):
         """Wait for an element. Raises the error of loading it, `LoadError` and `Interrupted`."""
         began = time.monotonic()
         notice = FIRST_NOTICE_SECONDS
-        # In short waits, so that interruptions and lines of the loader's threads are noticed.
+        # Waits are short, so that interruptions and lines of the loader's threads are noticed.
         while not wait_for([task.future], POLL_SECONDS).done:
             if self._interrupted():
                 raise Interrupted(f"{task.what}: not waited for")
@@ -142,7 +142,7 @@ class Loader(Generic[T]):
                 self._say(f"{task.what}: waiting for its data for {waited:.0f} s; {task.state}")
                 notice *= 2
             self._say_lines()
-        # Lines since the last short wait may explain the error that is raised next.
+        # Lines since the last wait may explain an error that is raised next.
         self._say_lines()
         return task.future.result()
 
