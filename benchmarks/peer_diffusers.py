@@ -27,7 +27,6 @@ diffusers over ours, on the same batch; tokens are those of texts and patches, w
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -47,7 +46,14 @@ from benchmarks.diffusion_buckets import FRAMES, MOST_TEXT, SIDE
 from benchmarks.peer_torch import add_threads, tell, use_cores
 from benchmarks.peers.examples import KeptCorpus
 from benchmarks.peers.own_run import OwnRun, compile_alone, compiled_programs
-from benchmarks.peers.processes import Peer, check_losses, has_modules, make_folder
+from benchmarks.peers.processes import (
+    Peer,
+    add_peer_options,
+    check_losses,
+    has_modules,
+    make_folder,
+    parse_peer_options,
+)
 from jaxmllm.arrays import Longs, ceil_divide
 from jaxmllm.config import strict_yaml
 from jaxmllm.config.schema import Config
@@ -344,31 +350,17 @@ def show(rows: Sequence[Mapping[str, Any]], ratios: Mapping[str, Any], title: st
 
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
-    parser.add_argument("--python", default=sys.executable, metavar="PATH")
+    add_peer_options(parser, smaller=4.0, scaled="sides")
     parser.add_argument("--size", choices=[*SIZES], default="6m")
     parser.add_argument("--mix", choices=[*MIXES], default="clips")
     parser.add_argument(
-        "--steps",
-        type=positive_int,
-        default=7,
-        help="measured steps per system (default: %(default)s)",
-    )
-    parser.add_argument(
         "--items", type=positive_int, default=16, help="items per step (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--smaller",
-        type=float,
-        default=4.0,
-        help="factor by which sides are smaller than in the workload (default: %(default)s)",
     )
     add_threads(parser, 1)
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="replace values of our config"
     )
-    options = parser.parse_args(command)
-    if not 0 < options.smaller < math.inf:
-        parser.error(f"--smaller {options.smaller} must be above 0")
+    options = parse_peer_options(parser, command)
     if not has_modules(options.python, "torch", "diffusers"):
         print(
             f"benchmarks.peer_diffusers measures nothing: {options.python} has no torch and diffusers; name an "

@@ -24,7 +24,6 @@ data.
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -41,7 +40,13 @@ from benchmarks.peer_torch import add_threads, tell, use_cores
 from benchmarks.peers import processes
 from benchmarks.peers.examples import Example, KeptCorpus, write_generated
 from benchmarks.peers.own_run import OwnRun, compile_alone, compiled_programs
-from benchmarks.peers.processes import Peer, check_losses, has_modules
+from benchmarks.peers.processes import (
+    Peer,
+    add_peer_options,
+    check_losses,
+    has_modules,
+    parse_peer_options,
+)
 from jaxmllm.config import strict_yaml
 from jaxmllm.config.schema import Config, ModelConfig
 from jaxmllm.data.batches import batch_examples
@@ -347,14 +352,8 @@ def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
 
 def main(command: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__)
-    parser.add_argument("--python", default=sys.executable, metavar="PATH")
+    add_peer_options(parser, smaller=8.0, scaled="examples")
     parser.add_argument("--size", choices=[*SIZES], default="40m")
-    parser.add_argument(
-        "--steps",
-        type=positive_int,
-        default=7,
-        help="measured steps per system (default: %(default)s)",
-    )
     parser.add_argument(
         "--examples", type=positive_int, default=24, help="examples per step (default: %(default)s)"
     )
@@ -364,16 +363,8 @@ def main(command: Sequence[str] | None = None) -> int:
         default=4,
         help="examples per micro-batch of transformers (default: %(default)s)",
     )
-    parser.add_argument(
-        "--smaller",
-        type=float,
-        default=8.0,
-        help="factor by which examples are smaller than in the workload (default: %(default)s)",
-    )
     add_threads(parser, 2)
-    options = parser.parse_args(command)
-    if not 0 < options.smaller < math.inf:
-        parser.error(f"--smaller {options.smaller} must be above 0")
+    options = parse_peer_options(parser, command)
     if not has_modules(options.python, "torch", "transformers"):
         print(
             f"benchmarks.peer_hf measures nothing: {options.python} has no torch and transformers; name an interpreter "

@@ -4,12 +4,17 @@ systems must pass."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
-from collections.abc import Mapping
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
+
+from jaxmllm.tools.arguments import positive_int
 
 SAME_LOSS: Final = 1e-4  # largest absolute difference of losses before the first step
 ROOT: Final = Path(__file__).parents[2]
@@ -74,6 +79,37 @@ def make_folder(python: str, module: str, folder: Path, sizes: Mapping[str, Any]
     path.write_text(json.dumps(sizes))
     command = [python, "-m", module, "make", str(folder), str(path)]
     subprocess.run(command, check=True, env=environment())
+
+
+def add_peer_options(parser: ArgumentParser, *, smaller: float, scaled: str) -> None:
+    """Add what benchmarks that begin with a folder share: `--python`, `--steps` and `--smaller`,
+    whose default is `smaller`, for the sizes of `scaled`."""
+    parser.add_argument(
+        "--python",
+        default=sys.executable,
+        metavar="PATH",
+        help="interpreter that the other system runs in (default: this one)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive_int,
+        default=7,
+        help="measured steps per system (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--smaller",
+        type=float,
+        default=smaller,
+        help=f"factor by which {scaled} are smaller than in the workload (default: %(default)s)",
+    )
+
+
+def parse_peer_options(parser: ArgumentParser, command: Sequence[str] | None) -> Namespace:
+    """The options of a command, once `--smaller` is a number above 0."""
+    options = parser.parse_args(command)
+    if not 0 < options.smaller < math.inf:
+        parser.error(f"--smaller {options.smaller} must be above 0")
+    return options
 
 
 def has_modules(python: str, *names: str) -> bool:

@@ -67,12 +67,16 @@ def waits(layout: PlannedLayout) -> str:
 def remat_words(layout: PlannedLayout) -> str:
     """`remat` of each phase in words, or once if all phases agree."""
     words = {}
-    for phase in layout.spec.phases:
-        remat = getattr(layout.config.components, phase).remat
+    for phase, remat in _remat_by_phase(layout).items():
         words[phase] = remat if isinstance(remat, str) else "+".join(remat)
     if len(set(words.values())) == 1:
         return next(iter(words.values()))
     return ", ".join(f"{phase} {word}" for phase, word in words.items())
+
+
+def _remat_by_phase(layout: PlannedLayout) -> dict[str, Any]:
+    components = layout.config.components
+    return {phase: getattr(components, phase).remat for phase in layout.spec.phases}
 
 
 def rows_words(layout: PlannedLayout) -> str:
@@ -129,8 +133,6 @@ def record(layout: PlannedLayout, best: PlannedLayout, planner: Planner) -> dict
     """One layout, for JSON."""
     low, high = planner.device.interval(layout.seconds)
     overlapped, serial = layout.ends
-    components = layout.config.components
-    remats = {phase: getattr(components, phase).remat for phase in layout.spec.phases}
     classes = {
         phase: [list(row_class) for row_class in spec.classes]
         for phase, spec in layout.spec.phases.items()
@@ -140,7 +142,7 @@ def record(layout: PlannedLayout, best: PlannedLayout, planner: Planner) -> dict
         "mesh": layout.choice.sizes,
         "stages": layout.choice.stages,
         "encoders_over": list(layout.choice.as_data),
-        "remat": remats,
+        "remat": _remat_by_phase(layout),
         "classes": classes,
         "kept_residuals": dict(layout.programs.kept_residuals),
         "step_s": layout.seconds,

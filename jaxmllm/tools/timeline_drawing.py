@@ -168,10 +168,8 @@ def _draw_bars(axes: Axes, timeline: Timeline) -> None:
 def _color(component: str, kind: Kind) -> tuple[float, float, float]:
     hue = HUES.get(component) or OTHER_HUES[sum(component.encode()) % len(OTHER_HUES)]
     shade = SHADES[kind]
-    if shade > 0:  # towards white
-        red, green, blue = (channel + shade * (1 - channel) for channel in to_rgb(hue))
-    else:  # towards black
-        red, green, blue = (channel + shade * channel for channel in to_rgb(hue))
+    goal = 1 if shade > 0 else 0  # white or black
+    red, green, blue = (channel + abs(shade) * (goal - channel) for channel in to_rgb(hue))
     return red, green, blue
 
 
