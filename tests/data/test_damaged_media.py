@@ -142,6 +142,9 @@ def filled(value: float) -> Change:
 
 
 ID3 = b"ID3\x04\x00\x00" + bytes([0, 0, 1, 0]) + bytes(128)
+OLD_TAG = b"TAG" + bytes(125)
+LYRICS = b"LYRICSBEGIN[00:02]la la" + b"LYRICSEND"
+SIZED_LYRICS = b"LYRICSBEGININD0000210LYR00005la la000031LYRICS200"
 
 REFUSED: dict[str, tuple[str, Change, str]] = {
     # name: (clip, damage, reason)
@@ -193,6 +196,16 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         lambda content: content + b"TAG" + bytes(125) + content,
         "joined_audio",
     ),
+    "mp3 joined to one behind lyrics": (
+        "mp3",
+        lambda content: content + LYRICS + content,
+        "joined_audio",
+    ),
+    "mp3 joined to one behind lyrics and an old tag": (
+        "mp3",
+        lambda content: content + SIZED_LYRICS + OLD_TAG + content,
+        "joined_audio",
+    ),
     "mp3 joined to one that stores no length": ("mp3", and_("bare.mp3"), "wrong_audio_length"),
     "mp3 without a stored length, cut": ("bare.mp3", half, "truncated_audio"),
     "mp3 without a stored length, joined to another rate": (
@@ -208,6 +221,16 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "mp3 without a stored length, joined behind tags of two kinds": (
         "bare.mp3",
         lambda content: content + b"TAG" + bytes(125) + ID3 + content,
+        "joined_audio",
+    ),
+    "mp3 without a stored length, joined behind lyrics": (
+        "bare.mp3",
+        lambda content: content + SIZED_LYRICS + content,
+        "joined_audio",
+    ),
+    "mp3 without a stored length, joined behind lyrics and an old tag": (
+        "bare.mp3",
+        lambda content: content + LYRICS + OLD_TAG + content,
         "joined_audio",
     ),
     "mp3 without a stored length, then something else": (
@@ -250,6 +273,13 @@ WHOLE: dict[str, tuple[str, Change, int]] = {
     "ogg of a program that was stopped": ("ogg", without_pages(-2, -1), 27_776),
     "ogg with zeros behind": ("ogg", then(bytes(100)), 32_000),
     "mp3 between tags": ("mp3", lambda content: ID3 + content + ID3 + b"TAG" + bytes(125), 32_000),
+    "mp3 before lyrics": ("mp3", then(LYRICS + OLD_TAG), 32_000),
+    "mp3 before lyrics without an end": ("mp3", then(b"LYRICSBEGIN[00:02]la la"), 32_000),
+    "mp3 without a stored length, before lyrics": (
+        "bare.mp3",
+        then(SIZED_LYRICS + OLD_TAG),
+        58 * 576 - 529,
+    ),
     "mp3 that stores zero frames": ("mp3", mp3_frames(0), 58 * 576 - 529),
     "mp3 without a stored length": ("bare.mp3", lambda content: content, 58 * 576 - 529),
     "mp3 without a stored length, twice": ("bare.mp3", twice, 2 * 58 * 576 - 529),

@@ -11,6 +11,7 @@ that is not stored is put in front of the stream (`info_frame`).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, size_of
@@ -28,6 +29,10 @@ _HEAD_BYTES = 64  # bytes that are read of a frame: its header, and the fields o
 # Bit rate index of the info frames made here: gives them at least 200 bytes at every sample rate
 _INFO_BIT_RATE = 9
 _ID3V1_BYTES = 128
+# Lyrics3 tags begin with LYRICSBEGIN and end with one of these, version 1 after at most 5100 bytes,
+# version 2 after a size of six digits.
+_LYRICS_END = re.compile(rb"LYRICSEND|LYRICS200")
+_MAX_LYRICS = 1 << 20  # bytes in which that end is looked for
 _MAX_TAGS = 16  # most tags that are read before a stream, and again after it
 _MAX_PADDING = 1 << 20  # a file may end with fewer zero bytes than this
 
@@ -242,8 +247,8 @@ def _parse_info(head: bytes, frame: Frame) -> tuple[bool, int | None, int | None
 
 def _check_tail(file: Stream, position: int, complete: bool, media: MediaReference) -> None:
     """Raise `MediaError` unless the bytes after the last frame, from byte `position` on, are tags
-    or zeros. If the stream is known to be `complete`, or after an ID3v1 tag, which ends a file,
-    anything except another stream may follow."""
+    or zeros. If the stream is known to be `complete`, or after an ID3v1 or Lyrics3 tag, which end a
+    file, anything except another stream may follow."""
     for tags in range(_MAX_TAGS):
         head = read(file, position, 32)
         if not head:
@@ -259,7 +264,13 @@ def _check_tail(file: Stream, position: int, complete: bool, media: MediaReferen
         elif head[:3] == b"TAG":
             position += _ID3V1_BYTES
             complete = True
-        elif head[:11] == b"LYRICSBEGIN" or complete or only_zeros(file, position):
+        elif head[:11] == b"LYRICSBEGIN":
+            end = _LYRICS_END.search(read(file, position, _MAX_LYRICS))
+            if end is None:
+                return
+            position += end.end()
+            complete = True
+        elif complete or only_zeros(file, position):
             return
         # Two bytes tell sync, version and layer; the two that may be missing are replaced.
         elif is_frame(head[:2] + bytes([0x90, 0])) and len(head) < 4:
