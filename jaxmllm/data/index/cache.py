@@ -43,7 +43,7 @@ from jaxmllm.data.printable import shown
 from jaxmllm.data.sources.source import Source
 from jaxmllm.data.text.tokenizers import Tokenizer
 
-VERSION = 10  # raise when the file's layout changes, or lengths change although no setting does
+VERSION = 11  # raise when the file's layout changes, or lengths change although no setting does
 STALE_SECONDS = 24 * 3600  # an older draft of a cache file is taken to be abandoned
 STAMP_THREADS = 16  # they wait for the disk, above all on network file systems
 STAMPS_AT_ONCE = 2048  # per task of a thread; with fewer, tasks cost more than `stat`

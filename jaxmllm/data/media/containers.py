@@ -3,7 +3,8 @@
 libsndfile decodes what it finds and does not report the rest: it shortens a cut WAV or OGG, ends at
 the length that a header states, and leaves out a second clip that was joined to the first. So the
 bytes are checked first, in little memory: with bounded reads where only the header is needed
-(`check_wave`, `check_last_page`), else through the whole file (`check_pages`, `check_flac`).
+(`check_wave`, `check_last_page`), else through the whole file (`check_pages`, `check_flac`). What
+fills the last block of a WAV file of blocks, libsndfile decodes as sound (`wave_filling`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def container(file: Stream) -> str:
 # Programs that do not know the length write a chunk size of at least this
 STREAMED = 0x7FFF_F000
 _MAX_CHUNKS = 1000  # most chunks that are read before the samples, and again after them
+# Codes of a WAV file's `fmt ` chunk: MS and IMA ADPCM and GSM 6.10, which store blocks of samples
+_BLOCK_CODES = (0x02, 0x11, 0x31)
 
 
 def check_wave(file: Stream, media: MediaReference) -> None:
@@ -77,6 +80,36 @@ def check_wave(file: Stream, media: MediaReference) -> None:
         # A chunk of odd size is followed by one byte of padding.
         position = begin + chunk_size + chunk_size % 2
     # The file has no samples: libsndfile reports that.
+
+
+def wave_filling(file: Stream, decoded: int) -> int:
+    """Number of samples of each channel at the end of a WAV file of `decoded` samples that only
+    fill its last block, because the encoding stores whole blocks; 0 for all other encodings.
+
+    The `fact` chunk holds the number of samples without them. It is not believed where it would
+    take a block or more, nor where it is the number of all samples divided by that of the channels,
+    which libsndfile writes for IMA ADPCM.
+    """
+    order: Literal["big", "little"] = "big" if read(file, 0, 4) == b"RIFX" else "little"
+    contents = {}
+    position = 12
+    for _ in range(_MAX_CHUNKS):
+        head = read(file, position, 8 + 20)
+        name = head[:4]
+        if len(head) < 8 or name == b"data":
+            break
+        contents[name] = head[8:]
+        chunk_size = int.from_bytes(head[4:8], order)
+        position += 8 + chunk_size + chunk_size % 2
+    layout = contents.get(b"fmt ", b"")
+    stored = int.from_bytes(contents.get(b"fact", b"")[:4], order)
+    code, channels, block = (
+        int.from_bytes(layout[place : place + 2], order) for place in (0, 2, 18)
+    )
+    if code not in _BLOCK_CODES or not stored or not channels or stored == decoded // channels:
+        return 0
+    filling = decoded - stored
+    return filling if 0 < filling < block else 0
 
 
 def _check_after_data(

@@ -9,11 +9,11 @@ sample i * hop, so that clips shorter than one window have frames too, and the n
 follows from the header alone.
 
 No part of a clip is left out or made up: a file whose body does not have the measured length, or
-that continues after the point where decoders stop, is refused (containers.py, mpeg.py). ADPCM and
-GSM WAV files are the exception: their clips include the filling of the last block, up to a tenth of
-a second, because the `fact` chunk, which has the length without it, is wrong in files of some
-programs (libsndfile halves it for two channels). Samples are decoded, averaged and resampled in
-blocks, so that memory grows with the seconds of a file, not with its rate or channels.
+that continues after the point where decoders stop, is refused (containers.py, mpeg.py). WAV files
+of IMA ADPCM that libsndfile wrote, and of rarer encodings (NMS ADPCM, G.721), are the exception:
+their clips include the filling of the last block, up to a tenth of a second, because their headers
+do not tell it apart. Samples are decoded, averaged and resampled in blocks, so that memory grows
+with the seconds of a file, not with its rate or channels.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from jaxmllm.data.media.containers import (
     check_pages,
     check_wave,
     container,
+    wave_filling,
 )
 from jaxmllm.data.media.modality import Shape
 from jaxmllm.data.media.reference import MediaError, MediaReference, Stream, size_of
@@ -229,7 +230,10 @@ class Sounds:
         elif not kind:
             raise MediaError("broken_audio_header", f"{media} is no WAV, FLAC, OGG or MP3 file")
         with _open_sound(file, media) as sound:
-            return _Header(kind, sound.samplerate, sound.frames, stream if kind == "MP3" else None)
+            rate = sound.samplerate
+            decoded = sound.frames
+        filling = wave_filling(file, decoded) if kind == "WAV" else 0
+        return _Header(kind, rate, decoded - filling, stream if kind == "MP3" else None, filling)
 
     def _scan_frames(
         self, file: Stream, stream: mpeg.MpegStream, media: MediaReference
@@ -355,6 +359,7 @@ class _Header:
     rate: int
     frames: int  # samples of each channel
     stream: mpeg.MpegStream | None = None  # of an MP3 file
+    filling: int = 0  # samples of each channel that are decoded after those of the clip
 
 
 def _open_sound(file: Stream, media: MediaReference) -> soundfile.SoundFile:
@@ -395,18 +400,19 @@ def _decode(
                 raise MediaError(
                     "undecodable_audio", f"{media} does not decode: {reason}"
                 ) from error
-            decoded += len(block)
             _check_range(block, media)
-            mono = block.mean(axis=1)
+            mono = block[: max(0, header.frames - decoded)].mean(axis=1)
+            decoded += len(block)
             pieces.append(
                 mono if resampler is None else resampler.resample_chunk(mono, last=not len(block))
             )
             if not len(block):
                 break
-    if decoded != header.frames:
+    expected = header.frames + header.filling
+    if decoded != expected:
         raise MediaError(
             "truncated_audio",
-            f"{media} holds {decoded} samples where its header says {header.frames}; copy it again, or encode it again",
+            f"{media} holds {decoded} samples where its header says {expected}; copy it again, or encode it again",
         )
     return np.concatenate(pieces)
 

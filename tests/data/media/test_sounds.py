@@ -289,6 +289,62 @@ def test_the_length_of_the_header_is_that_of_the_body(name: str, rate: int, tmp_
         assert SOUNDS.load(File(tmp_path / name), shape).shape == (SOUNDS.length(shape), 40)
 
 
+BLOCKS = {"IMA_ADPCM": 1017, "MS_ADPCM": 1012, "GSM610": 320}  # samples of a block at 16 kHz
+
+
+def with_fact(path: Path, samples: int) -> None:
+    """Write a number of samples into the `fact` chunk of a WAV file."""
+    content = path.read_bytes()
+    begin = content.index(b"fact") + 8
+    path.write_bytes(content[:begin] + samples.to_bytes(4, "little") + content[begin + 4 :])
+
+
+@pytest.mark.parametrize("rate", [16_000, 44_100])
+@pytest.mark.parametrize(
+    ("encoding", "channels"),
+    [("IMA_ADPCM", 1), ("IMA_ADPCM", 2), ("MS_ADPCM", 1), ("MS_ADPCM", 2), ("GSM610", 1)],
+)
+def test_what_fills_the_last_block_is_no_part_of_a_clip(
+    encoding: str, channels: int, rate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clip of blocks has the frames of its samples alone. Those decoded after them are loud, and
+    would be seen by its last frames."""
+    path = tmp_path / "a.wav"
+    soundfile.write(path, np.stack([noise(5000)] * channels, axis=1), rate, subtype=encoding)
+    decoded = soundfile.read(path, dtype="float32", always_2d=True)[0].mean(axis=1)
+    stored = len(decoded) - 300
+    with_fact(path, stored)
+    shape = SOUNDS.measure(File(path))
+    assert shape == (math.ceil(math.ceil(stored * 16_000 / rate) / 160), 1, 1)
+    loaded = SOUNDS.load(File(path), shape)
+    soundfile.write(tmp_path / "b.wav", decoded[:stored], rate, subtype="FLOAT")
+    np.testing.assert_array_equal(loaded, SOUNDS.load(File(tmp_path / "b.wav"), shape))
+    monkeypatch.setattr("jaxmllm.data.media.sounds._BLOCK", 300)
+    np.testing.assert_allclose(SOUNDS.load(File(path), shape), loaded, atol=1e-4)
+
+
+@pytest.mark.parametrize("encoding", BLOCKS)
+def test_lengths_that_cannot_be_are_not_believed(encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.wav"
+    soundfile.write(path, noise(5000), 16_000, subtype=encoding)
+    decoded = soundfile.info(path).frames
+    for stored in (0, 1, decoded // 2, decoded - BLOCKS[encoding], decoded + 1, 2**32 - 1):
+        with_fact(path, stored)
+        shape = SOUNDS.measure(File(path))
+        assert shape == (math.ceil(decoded / 160), 1, 1)
+        SOUNDS.load(File(path), shape)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_two_channels_of_libsndfile_keep_their_last_block(blocks: int, tmp_path: Path) -> None:
+    """Its number of samples of IMA ADPCM is half of that in the blocks, which one block could
+    hold."""
+    path = tmp_path / "a.wav"
+    samples = blocks * BLOCKS["IMA_ADPCM"]
+    soundfile.write(path, np.stack([noise(samples)] * 2, axis=1), 16_000, subtype="IMA_ADPCM")
+    assert SOUNDS.measure(File(path)) == (math.ceil(samples / 160), 1, 1)
+
+
 def strip_info_frame(mp3: bytes) -> bytes:
     """The MP3 file of an encoder that does not store the length."""
     return mp3[mp3.index(mp3[:2], 4) :]
