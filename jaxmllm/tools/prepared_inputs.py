@@ -107,8 +107,12 @@ class PreparedTexts:
             arrays[TYPES] = arrays.pop(TYPES_IN_GEMMA)
         encoders = () if config is None else config.model.encoders
         known = [*ARGUMENTS, *(name for encoder in encoders for name in MEDIA[encoder][0])]
-        # Token ids mark the media of an encoder; where its first kind has none, `TYPES` does.
-        if not placeholders.keys() >= {PARTS[encoder][0] for encoder in encoders}:
+        # Token ids mark the media of an encoder; where a kind has none, `TYPES` does.
+        if config is not None and any(
+            kind not in placeholders
+            for encoder in encoders
+            for kind in _kinds_read(config.model, encoder)
+        ):
             known.append(TYPES)
         if "input_ids" not in arrays or not arrays.keys() <= {*known}:
             raise ConfigError(
@@ -364,13 +368,18 @@ def _read_media(
         section = getattr(model, encoder)
         places = {
             kind: _media_places(path, arrays, kind, placeholders.get(kind))
-            for kind in PARTS[encoder]
-            if kind != "video" or section.videos
+            for kind in _kinds_read(model, encoder)
         }
         media[encoder], of_texts = read(path, arrays, texts, places, readers[encoder], section)
         spans = [(*before, *added) for before, added in zip(spans, of_texts, strict=True)]
     in_order = (tuple(sorted(of_text, key=lambda span: span.slot)) for of_text in spans)
     return media, tuple(in_order)
+
+
+def _kinds_read(model: ModelConfig, encoder: str) -> list[str]:
+    """Kinds of media that an encoder of this model reads."""
+    section = getattr(model, encoder)
+    return [kind for kind in PARTS[encoder] if kind != "video" or section.videos]
 
 
 def _media_places(

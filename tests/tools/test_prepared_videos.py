@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmllm.data.media.modalities import modalities
 from jaxmllm.tools.convert import main
-from jaxmllm.tools.prepared_inputs import PreparedRun, differences
+from jaxmllm.tools.prepared_inputs import PreparedRun, PreparedTexts, _config, differences
 from tests.support import EXHAUSTIVE
 
 FAMILIES = Path(__file__).parents[1] / "families"
@@ -57,6 +58,22 @@ def check(found: dict[str, Any]) -> None:
     """Assert that logits, loss and gradients agree with the reference."""
     assert found["logits"] < 1e-4 and found["loss_difference"] < 1e-4
     assert found["gradients"] and max(found["gradients"].values()) < 1e-4
+
+
+def test_types_mark_the_kinds_that_have_no_token_of_their_own():
+    """With a token for pictures alone, videos are found by their type, as both are without one."""
+    inputs = FAMILIES / "moving_goldens" / QUICK / "inputs.npz"
+    config = _config(FAMILIES / "goldens" / QUICK, inputs, {})
+    readers = modalities(config.model, config.data)
+    arrays = np.load(inputs)
+    vocabulary = config.model.language.vocab_size
+    (picture,) = set(arrays["input_ids"][arrays["mm_token_type_ids"] == 1].tolist())
+    spans = [
+        PreparedTexts.read(inputs, vocabulary, config, placeholders, readers).spans
+        for placeholders in ({}, {"image": picture})
+    ]
+    assert spans[0] == spans[1]
+    assert {span.phase for of_text in spans[0] for span in of_text} == {"vision"}
 
 
 def test_videos_that_are_none(tmp_path, capsys):
