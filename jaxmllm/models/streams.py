@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Int
 
 from sharding.rules import Layout
@@ -143,6 +144,10 @@ def _conditions_backward(
     function: Callable[..., Any], sizes: tuple[int, ...], kept: tuple[Any, ...], d_out: Any
 ) -> tuple[Any, ...]:
     where, arguments, asked = kept
+    # Outputs that nothing reads have no gradient, which JAX says by an object that is no array.
+    d_out = jax.tree.map(
+        lambda d: jnp.zeros(d.shape, d.dtype) if isinstance(d, SymbolicZero) else d, d_out
+    )
     leaves, tree = jax.tree.flatten(arguments)
     learned = [n for n, leaf in enumerate(leaves) if asked[n] is not None]
 

@@ -64,3 +64,29 @@ def test_each_slot_goes_through_the_weights_of_its_stream():
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
         for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
             np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-5)
+
+
+def test_outputs_that_nothing_reads_have_no_gradient():
+    """Gradients are those of the outputs that the loss reads."""
+    random = np.random.default_rng(1)
+    x = jnp.asarray(random.normal(size=(2, SLOTS, 3)), jnp.float32)
+    weights = jnp.asarray(random.normal(size=(2, 3, 4)), jnp.float32)
+    is_condition = jnp.asarray(random.random((2, SLOTS)) < 0.2)
+
+    def loss(weights, x):
+        both = lambda weight, x: (jnp.tanh(x @ weight), 2 * x)  # noqa: E731
+        condition_slots = ConditionSlots.of(LAYOUT, is_condition)
+        patch_weights, condition_weights = weights
+        outputs, _ = in_streams(
+            LAYOUT, condition_slots, partial(both, patch_weights), both, condition_weights, x
+        )
+        return (outputs**2).sum()
+
+    def expected_loss(weights, x):
+        outputs = jnp.where(is_condition[..., None], *(jnp.tanh(x @ w) for w in weights[::-1]))
+        return (outputs**2).sum()
+
+    gradients = jax.grad(loss, argnums=(0, 1))(weights, x)
+    expected_gradients = jax.grad(expected_loss, argnums=(0, 1))(weights, x)
+    for gradient, expected in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
