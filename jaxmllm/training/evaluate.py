@@ -26,10 +26,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from numpy.typing import NDArray
 
 from jaxmllm.data.rows.fill import HostStep
 from jaxmllm.training.objectives.flow import FlowSums, time_bands
+from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.programs.base import Evaluated, Programs
+
+# Most targets and patches whose sums devices add up in float32, which cannot count single ones from
+# 2**24 on, and rounds sums of losses more the longer they are
+SUMMED_TARGETS = 2**20
 
 NOTHING: dict[str, Any] = {  # results without a batch
     "loss": None,
@@ -70,22 +77,33 @@ def evaluate(
     `source_of` returns the source of an example number. `tell` receives what this host could not
     decode, batch by batch. `should_stop` is called once per batch; if it is true, None is returned.
     """
-    evaluated: Evaluated | None = None
+    evaluated: Evaluated | None = None  # of the batches since the last totals
+    groups: list[tuple[Sums, jax.Array]] = []  # totals of batches before
     examples_drawn: Counter[int] = Counter()
     patches = 0
+    summed = 0  # planned targets and patches of `evaluated`
     # Sums stay on the devices until the last batch, so the loop does not wait for them.
     for batch in batches:
         if should_stop():
             return None
         tell(batch.failures)
+        planned = batch.targets + batch.patches
+        # These numbers are the same on all hosts, and so the hosts run the same programs.
+        if evaluated is not None and summed + planned > SUMMED_TARGETS:
+            groups.append((programs.totals(evaluated.sums), evaluated.failed))
+            evaluated = None
+            summed = 0
         evaluated = programs.evaluate(params, programs.put(batch), evaluated)
         patches += batch.patches
+        summed += planned
         # Where text has no loss, the sums count no example, and all would be reported as masked.
         if programs.functions.learns_text:
             examples_drawn.update(source_of(int(example)) for example in batch.examples)
     if evaluated is None:
         return NOTHING | (NOTHING_DRAWN if programs.generators else {})
-    total, failed = jax.device_get((programs.totals(evaluated.sums), evaluated.failed))
+    groups.append((programs.totals(evaluated.sums), evaluated.failed))
+    total: Sums
+    total, failed = jax.tree.map(_exact_sum, *jax.device_get(groups))
     present = [i for i in range(len(sources)) if total.examples[i]]
     # Both counts are over all hosts: a batch lists all of its examples, not only this host's.
     masked = {
@@ -106,6 +124,11 @@ def evaluate(
     if total.drawn is None:
         return results
     return results | _generator_results(total.drawn, sources, patches)
+
+
+def _exact_sum(*values: NDArray[Any]) -> NDArray[np.float64]:
+    """The sum of a total over all groups of batches, in float64."""
+    return np.sum(values, axis=0, dtype=np.float64)
 
 
 def _generator_results(sums: FlowSums, sources: Sequence[str], planned: int) -> dict[str, Any]:
