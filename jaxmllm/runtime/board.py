@@ -53,8 +53,12 @@ class RemoteBoard:
         self._pending = b""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        """Write a value; a key that exists needs `allow_overwrite`."""
-        self._ask("set", key, value, allow_overwrite)
+        """Write a value. Raises `HostsError` if the key has another one, unless `allow_overwrite`."""
+        if self._ask("set", key, value, allow_overwrite) is not None:
+            raise HostsError(
+                f"process {self._process} has set {key} on the coordinator, which holds another value there: runs or "
+                f"processes share one coordinator, or one process number; start all processes of the run again"
+            )
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
         """(key, value) of all keys that begin with `key`."""

@@ -84,8 +84,8 @@ class BoardServer:
         folder = key.rpartition("/")[0]
         if verb == "set":
             values = self.folders.setdefault(folder, {})
-            if not overwrite and key in values:
-                # No error is raised: a client whose connection broke sends its request again.
+            # The same value is no error: a client whose connection broke sends its request again.
+            if not overwrite and values.get(key, value) != value:
                 return f"{key} is set"
             values[key] = value
             return None

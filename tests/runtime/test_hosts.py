@@ -253,6 +253,18 @@ def test_the_board_keeps_values_and_misses_who_leaves_without_goodbye(
     peer_board.close()
 
 
+def test_two_values_of_one_key_are_an_error(coordinator: tuple[str, int]) -> None:
+    """The same value again is none, because a request whose reply was lost is sent again."""
+    board, peer_board = (RemoteBoard(coordinator, process, 5.0) for process in range(2))
+    board.key_value_set("meet/0/0", "x")
+    peer_board.key_value_set("meet/0/0", "x")
+    with pytest.raises(HostsError, match="process 1 has set meet/0/0 on the coordinator, which ho"):
+        peer_board.key_value_set("meet/0/0", "y")
+    assert board.key_value_dir_get("meet/") == [("meet/0/0", "x")]
+    peer_board.key_value_set("meet/0/0", "y", allow_overwrite=True)
+    assert board.key_value_dir_get("meet/") == [("meet/0/0", "y")]
+
+
 def test_the_boards_answers_are_those_of_a_plain_dictionary() -> None:
     server = BoardServer()
     board = MemoryBoard()
@@ -262,6 +274,7 @@ def test_the_boards_answers_are_those_of_a_plain_dictionary() -> None:
         board.key_value_set(key, key.upper())
         assert server.answer("set", key, key.upper()) is None
         assert server.answer("set", key, "again") == f"{key} is set"
+        assert server.answer("set", key, key.upper()) is None
     for deleted in ("absent", "plan/3/1", "a/1", "plan/3/0"):
         for prefix in prefixes:
             entries = server.answer("list", prefix)
