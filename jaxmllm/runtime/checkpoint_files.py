@@ -242,9 +242,21 @@ def _is_below_error(record: logging.LogRecord) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """One line that describes an exception: of a chain, the first that comes from the disk."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    text = " ".join(str(cause or error).split()) or type(error).__name__
+    """One line that describes an exception: the first that comes from the disk in its chain and in
+    the groups there, else the exception itself, or the first in it if it is a group."""
+    described = _disk_error(error) or error
+    while isinstance(described, BaseExceptionGroup):
+        described = described.exceptions[0]
+    text = " ".join(str(described).split()) or type(described).__name__
     return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + " ..."
+
+
+def _disk_error(error: BaseException | None) -> OSError | None:
+    """The first error of the disk in a chain of exceptions and in the groups there."""
+    cause = error
+    while cause is not None and not isinstance(cause, OSError):
+        members = cause.exceptions if isinstance(cause, BaseExceptionGroup) else ()
+        for disk_error in filter(None, map(_disk_error, members)):
+            return disk_error
+        cause = cause.__cause__ or cause.__context__
+    return cause

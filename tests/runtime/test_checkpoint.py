@@ -353,6 +353,21 @@ def test_a_checkpoint_that_cannot_be_read_is_kept_as_long_as_it_may_be_needed(
         assert checkpoints.steps == [3]
 
 
+def test_a_line_about_an_error_names_what_the_disk_said() -> None:
+    """Threads of orbax and asyncio raise groups of errors, in which that of the disk lies deep."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    chained = ValueError("cannot write")
+    chained.__cause__ = full
+    group = ExceptionGroup("unhandled", [KeyError("a"), ExceptionGroup("inner", [chained])])
+    last = RuntimeError("saving failed")
+    last.__context__ = group
+    for error in (full, chained, group, last):
+        assert checkpoint_files.one_line(error) == str(full)
+    without_disk = ExceptionGroup("unhandled", [ExceptionGroup("inner", [ValueError("a\nb")])])
+    assert checkpoint_files.one_line(without_disk) == "a b"
+    assert checkpoint_files.one_line(ValueError()) == "ValueError"
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_a_full_disk_is_one_line(tmp_path: Path, late: bool, monkeypatch: Any, capfd: Any) -> None:
     def full(*_: Any, **__: Any) -> Any:
