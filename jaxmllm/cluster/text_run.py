@@ -329,6 +329,9 @@ def _device_parameters(run: TextRun) -> float:
 
 def _replica_seconds(run: TextRun, device: Device) -> float:
     """Seconds to sum gradients over devices that have other slots but the same parameters."""
-    replicas = Group(run.data * run.context, run.tensor * run.fsdp)
+    # As in `Network`, a group along two axes has the stride of the inner one: shards of documents
+    # are next to each other, and whole copies of the parameters are farther apart.
+    stride = run.tensor if run.context > 1 else run.tensor * run.fsdp
+    replicas = Group(run.data * run.context, stride)
     summed = run.reduce_bytes * _device_parameters(run) / run.fsdp
     return collective_seconds(device.cluster, ALL_REDUCE, summed, replicas, device.rates.network)

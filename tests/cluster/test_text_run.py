@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmllm.cluster.clusters import CLUSTERS
+from jaxmllm.cluster.collectives import Group, collective_seconds
 from jaxmllm.cluster.device_seconds import RATES, Device
 from jaxmllm.cluster.text_run import RECOMPUTED, TextRun, TextRunError, text_step
 
@@ -96,6 +97,23 @@ def test_better_hardware_is_never_slower(run, factor):
     )
     assert text_step(run, Device(faster, 0.8)).seconds <= text_step(run, DEVICE).seconds * 1.0001
     assert text_step(run, Device(cluster, 0.9)).seconds <= text_step(run, DEVICE).seconds
+
+
+def test_gradients_of_parts_of_a_document_are_added_where_its_devices_are():
+    """Devices along context lie in one node, whatever the shards of parameters, and those along
+    data in different ones."""
+
+    def replicas(**axes):
+        run = replace(RUN, devices=64, fsdp=8, sequence=131072, batch=64, **axes)
+        return text_step(run, DEVICE).replicas
+
+    summed = 4 * (32 * RUN.layer.parameters + 2 * 4096 * 128256) / 8
+    for axes, stride in (({"context": 8}, 1), ({"data": 8}, 8)):
+        seconds = collective_seconds(
+            DEVICE.cluster, "all-reduce", summed, Group(8, stride), DEVICE.rates.network
+        )
+        assert replicas(**axes) == pytest.approx(seconds * DEVICE.rates.reduced)
+    assert replicas(context=8) < 0.5 * replicas(data=8)
 
 
 def test_what_is_made_again_takes_time():
