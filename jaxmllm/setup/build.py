@@ -27,13 +27,14 @@ from jaxmllm.data.corpus import Corpus
 from jaxmllm.data.rows.draws import DrawRule
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.models.mllm import MLLM
+from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 from jaxmllm.runtime import hosts
 from jaxmllm.runtime.checkpoint import check_space, state_bytes
 from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.runtime.hardware import peak_flops
 from jaxmllm.setup.prepare import RunInputs, prepare
-from jaxmllm.setup.row_memory import kept_residuals
+from jaxmllm.setup.row_memory import check_room_for_pools, kept_residuals
 from jaxmllm.setup.row_shapes import attention_spec
 from jaxmllm.setup.sizing import pipeline_sizes, plan_spec, resolved_shapes
 from jaxmllm.setup.spans import left_alone, mesh_spans
@@ -111,8 +112,13 @@ def draw_rule(config: Config, evaluation: bool = False) -> DrawRule | None:
 
 def make_programs(config: Config, inputs: RunInputs) -> tuple[Programs, PipelineSizes | None]:
     """Choose the sizes and compile the programs. With a pipeline also return the sizes that its
-    steps are planned with."""
+    steps are planned with. Raises `ConfigError` where the pools do not fit a device."""
     programs, sizes = plan_programs(config, inputs)
+    if isinstance(programs, PhasedPrograms):
+        pools = {LANGUAGE, *programs.exchange_owner.values()}
+        check_room_for_pools(
+            config, inputs.model, {phase: programs.pools[phase] for phase in sorted(pools)}
+        )
     if jax.process_index() == 0:  # all processes would say the same
         _warn_of_slow_attention(programs)
         _warn_without_effect(config)

@@ -23,6 +23,7 @@ from jaxmllm.balance.stages.trial_choice import CHOICE
 from jaxmllm.config.schema import (
     AudioConfig,
     Config,
+    ConfigError,
     DiffusionConfig,
     LanguageConfig,
     Remat,
@@ -31,6 +32,7 @@ from jaxmllm.config.schema import (
 )
 from jaxmllm.models.mllm import MLLM
 from jaxmllm.models.model_component import LAYERS
+from jaxmllm.models.rows import TokenPool
 from jaxmllm.phases import LANGUAGE
 from jaxmllm.runtime.hardware import device_memory
 from jaxmllm.trainable import Params
@@ -139,12 +141,44 @@ def _free_bytes(config: Config, model: MLLM, memory: float | None = None) -> flo
 
 def memory_of_a_device(model: MLLM) -> int:
     """Bytes of a device of the mesh; `PLANNED_MEMORY` if it has none, or they do not tell."""
+    return told_memory(model) or PLANNED_MEMORY
+
+
+def told_memory(model: MLLM) -> int | None:
+    """Bytes of a device of the mesh; None if it has none, or they do not tell."""
     mesh = model.layout(LANGUAGE).mesh
     if not isinstance(mesh, Mesh):
-        return PLANNED_MEMORY
+        return None
     # A device of this process, because devices of other processes do not tell their memory
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    return device_memory(local[0] if local else mesh.devices.flat[0]) or PLANNED_MEMORY
+    return device_memory(local[0] if local else mesh.devices.flat[0])
+
+
+def check_room_for_pools(config: Config, model: MLLM, pools: Mapping[str, TokenPool]) -> None:
+    """Raise `ConfigError` where a device has no memory for the pools of a step beside its state.
+
+    All media tokens of a step wait there, so smaller pools would only be more in number.
+
+    Args:
+      pools: abstract pools of language and of the owners of exchanges, by phase.
+    """
+    memory = told_memory(model)
+    state = state_bytes(config, model)
+    pool_bytes = {phase: _device_bytes(config, pool) for phase, pool in pools.items()}
+    others = [phase for phase in pools if phase != LANGUAGE]
+    generators = sum(pool_bytes[phase] for phase in others if model.phases[phase].generates)
+    encoders = sum(pool_bytes[phase] for phase in others) - generators
+    # Pools of encoders are freed before those of generators are made.
+    needed = pool_bytes[LANGUAGE] + max(encoders, generators)
+    if memory is None or not state < memory < state + needed:
+        return
+    sizes = ", ".join(f"{phase} {size / 2**30:.2f}" for phase, size in pool_bytes.items())
+    raise ConfigError(
+        f"data.batch_size ({config.data.batch_size}): a device has {memory / 2**30:.2f} GiB, of which parameters, "
+        f"moments and gradients take {state / 2**30:.2f}, and the pools of a step's media tokens {needed / 2**30:.2f} "
+        f"({sizes}); lower it, or use more devices; if only batches of one source alone have so many tokens, set "
+        f"balance.pool_slots to what usual ones need"
+    )
 
 
 def state_bytes(config: Config, model: MLLM) -> int:

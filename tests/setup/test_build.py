@@ -9,6 +9,7 @@ from jaxmllm.balance.records import ExchangeGrid, PlanSpec, RouteSpec
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.models import mllm
+from jaxmllm.setup import build, row_memory
 from jaxmllm.setup.build import (
     _warn_of_late_warm_up,
     _warn_of_rounded_moments,
@@ -74,6 +75,27 @@ def test_a_kernel_that_does_not_take_a_phase_is_refused_before_anything_is_compi
         ConfigError, match=rf"components\.vision\.attention \({attention}\).*{needs}"
     ):
         plan_programs(config, prepare(config, abstract_mesh(config.mesh_sizes, 1)))
+
+
+def test_pools_that_no_device_holds_are_refused_before_anything_is_compiled(tmp_path, monkeypatch):
+    """The same sizes, on devices with memory for the state and for all or a part of the pools."""
+    make_sample(tmp_path, seed=1, train=32, test=8)
+    config = parse_config(tiny_config(tmp_path))
+    monkeypatch.setattr(Programs, "compile", lambda self: self)
+    inputs = prepare(config, make_mesh(config.mesh_sizes))
+    planned = plan_programs(config, inputs)
+    monkeypatch.setattr(build, "plan_programs", lambda config, inputs: planned)
+    pools = planned[0].pools
+    slots = sum(pools[name].tokens.shape[1] for name in ("vision", "language"))
+    pool_bytes = slots * 4 * (32 + 1)  # a token and its validity; audio shares the pools of vision
+    state = row_memory.state_bytes(config, inputs.model)
+    monkeypatch.setattr(row_memory, "device_memory", lambda device: state + pool_bytes - 1)
+    with pytest.raises(ConfigError, match=r"^data\.batch_size \(16\): a device has .* GiB, of w"):
+        make_programs(config, inputs)
+    # None: a device that does not tell
+    for memory in (state + pool_bytes, None):
+        monkeypatch.setattr(row_memory, "device_memory", lambda device, memory=memory: memory)
+        make_programs(config, inputs)
 
 
 def test_keys_that_change_nothing_are_named(tmp_path, monkeypatch, caplog):
