@@ -106,11 +106,17 @@ class Imported:
 
 
 def children(pid: int | str = "self") -> set[int]:
-    """The processes that a process started and has not collected."""
-    pids = set()
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        pids |= {int(child) for child in path.read_text().split()}
-    return pids
+    """The processes that a process started and has not collected.
+
+    A thread that was joined may end while threads are listed, and leaves its processes to another
+    one: then all are listed again.
+    """
+    while True:
+        paths = list(Path(f"/proc/{pid}/task").glob("*/children"))
+        try:
+            return {int(child) for path in paths for child in path.read_text().split()}
+        except (FileNotFoundError, ProcessLookupError):
+            pass
 
 
 def alive(pid: int) -> bool:

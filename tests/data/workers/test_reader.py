@@ -41,6 +41,24 @@ def wait_until(condition, what: str) -> None:
         time.sleep(0.01)
 
 
+def test_children_are_listed_while_threads_end(monkeypatch):
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    )
+    read_text = Path.read_text
+    gone = iter([FileNotFoundError, ProcessLookupError])
+
+    def read_while_a_thread_ends(path):
+        if (error := next(gone, None)) is not None:
+            raise error
+        return read_text(path)
+
+    monkeypatch.setattr(Path, "read_text", read_while_a_thread_ends)
+    assert child.pid in children()
+    child.communicate()
+    assert child.pid not in children()
+
+
 @pytest.mark.parametrize("workers, prefetch", [(0, 1), (0, 5), (1, 1), (3, 4)])
 def test_elements_do_not_depend_on_workers(workers, prefetch):
     children_before = children()
