@@ -3,7 +3,8 @@
     arrays --SealedSave--> files, then checksums.json: size and CRC-32 of each
     files --check_files--> as written, or `DamagedError` --saved_specs, read_arrays--> shapes, arrays
 
-Processes share the work of checking. Errors of orbax, tensorstore or the disk become one line.
+Processes share both: each makes the checksums of the files that it wrote, and compares a part of
+all. Errors of orbax, tensorstore or the disk become one line.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxmllm.runtime import hosts
 from jaxmllm.runtime.agreement import agreed_problem
 
 CHECKSUMS_FILE = "checksums.json"
@@ -30,6 +32,7 @@ UNSEALED = (
     "_CHECKPOINT_METADATA",
     CHECKSUMS_FILE,
 )  # orbax rewrites the first one after the checksums are made; nothing reads it
+WRITER_PREFIX = "ocdbt.process_"  # of the folder in which orbax writes the arrays of one process
 LONGEST_REASON = 300  # most characters quoted of another library's message
 REPLICA_SLICE_BYTES = 64 << 20  # smaller arrays are written whole, by one process
 READ_BYTES = 16 << 20  # read of a file at a time for its checksum
@@ -55,24 +58,71 @@ class SealedHandler(ocp.StandardCheckpointHandler):
 
     sound = True
 
+    async def async_save(self, directory: Any, *values: Any, **options: Any) -> Any:
+        futures = await super().async_save(directory, *values, **options)
+        run = hosts.current()
+        return futures if run is None else [*(futures or ()), _OwnChecksums(run, directory)]
+
     def finalize(self, directory: Any) -> None:
         super().finalize(directory)
-        folder = Path(directory)
-        files = [
-            path
-            for path in sorted(folder.rglob("*"))
-            if path.is_file() and path.name not in UNSEALED
-        ]
-        with ThreadPoolExecutor(READ_THREADS) as threads:
-            sums = list(threads.map(_checksum, files))
-        content = {
-            "sound": self.sound,
-            "files": {
-                path.relative_to(folder).as_posix(): size_and_sum
-                for path, size_and_sum in zip(files, sums, strict=True)
-            },
-        }
-        (folder / CHECKSUMS_FILE).write_text(json.dumps(content, indent=0), encoding="utf-8")
+        _seal(Path(directory), self.sound)
+
+
+class _OwnChecksums:
+    """The checksums of the files that this process writes in a save, left for process 0.
+
+    This is the last of the futures of a save. Orbax asks for their results in order, on the thread
+    of the save, so these files are complete then, and many are still in the memory of this host.
+    All processes meet afterwards and before `finalize`, so process 0 need not wait for the texts.
+    """
+
+    def __init__(self, run: hosts.Hosts, directory: Any) -> None:
+        self._run = run
+        self._directory = directory
+
+    def result(self, timeout: float | None = None) -> None:
+        """Make the checksums. Raises `OSError`; orbax checks its time limit when they are made."""
+        folder = Path(self._directory)
+        names = _file_names(folder, folder / f"{WRITER_PREFIX}{self._run.process}")
+        text = json.dumps({"draft": folder.name, "files": _checksums(folder, names)})
+        self._run.leave_for_main(CHECKSUMS_FILE, text)
+
+    def cancel(self) -> None:
+        """Do nothing, because nothing runs before the result is asked for."""
+
+
+def _seal(folder: Path, sound: bool) -> None:
+    """Write the list of checksums. Those that the writers have not made are made here: of files
+    that processes share, and with one process of all."""
+    run = hosts.current()
+    texts = {} if run is None else run.left_for_main(CHECKSUMS_FILE)
+    told = [json.loads(text) for text in texts.values()]
+    made = {
+        name: size_and_sum
+        for part in told
+        if part["draft"] == folder.name
+        for name, size_and_sum in part["files"].items()
+    }
+    names = _file_names(folder, folder)
+    made |= _checksums(folder, [name for name in names if name not in made])
+    content = {"sound": sound, "files": {name: made[name] for name in names}}
+    (folder / CHECKSUMS_FILE).write_text(json.dumps(content, indent=0), encoding="utf-8")
+
+
+def _file_names(folder: Path, part: Path) -> list[str]:
+    """Names, relative to a checkpoint's folder, of the files in a part of it that are sealed."""
+    return [
+        path.relative_to(folder).as_posix()
+        for path in sorted(part.rglob("*"))
+        if path.is_file() and path.name not in UNSEALED
+    ]
+
+
+def _checksums(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """(size in bytes, CRC-32) of files, by name."""
+    with ThreadPoolExecutor(READ_THREADS) as threads:
+        sums = threads.map(lambda name: _checksum(folder / name), names)
+        return dict(zip(names, sums, strict=True))
 
 
 @ocp.args.register_with_handler(SealedHandler, for_save=True, for_restore=True)

@@ -117,6 +117,14 @@ class Hosts:
         """Post the digest of a step's plan, which the watchdog of process 0 compares."""
         self.board.key_value_set(f"plan/{step}/{self.process}", digest)
 
+    def leave_for_main(self, topic: str, text: str) -> None:
+        """Leave a text for process 0, in place of the last one of this topic; nothing waits."""
+        self.board.key_value_set(f"left/{topic}/{self.process}", text, allow_overwrite=True)
+
+    def left_for_main(self, topic: str) -> dict[int, str]:
+        """By process, the last texts that were left under a topic."""
+        return by_process(self.board.key_value_dir_get(f"left/{topic}/"))
+
     def end(self, line: str) -> None:
         """Tell the other processes why this one ends, so that they end too. Never raises."""
         with suppress(Exception):

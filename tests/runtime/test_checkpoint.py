@@ -18,11 +18,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmllm.runtime import checkpoint_files
+from jaxmllm.runtime import checkpoint_files, hosts
 from jaxmllm.runtime.checkpoint import Checkpoints, check_space, state_bytes
 from jaxmllm.runtime.checkpoint_files import CheckpointError, DamagedError, check_files
+from jaxmllm.runtime.hosts import Hosts
 from sharding.mesh import make_mesh
 from sharding.rules import make_layout
+from tests.runtime.test_signals import MemoryBoard
 
 ROOT = Path(__file__).parents[2]
 
@@ -513,3 +515,137 @@ def test_averages_begin_at_the_parameters_and_others_stay(tmp_path: Path) -> Non
         "running average of b.c: begins at the parameters from step 5",
         "running average of a, b.c: dropped from step 5, the components have no ema",
     ]
+
+
+# ---------------------------------------------------------------------------- checksums of several processes
+
+
+def draft_of_two(folder: Path) -> Path:
+    """A folder with the files of a checkpoint that two processes have written."""
+    for name in ("_METADATA", "ocdbt.process_0/d/a", "ocdbt.process_1/d/b", "ocdbt.process_1/m"):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode() * 1000)
+    (folder / "_CHECKPOINT_METADATA").write_text("rewritten later")
+    return folder
+
+
+def test_each_writer_makes_its_checksums_and_the_list_is_the_same(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    alone, together = (draft_of_two(tmp_path / name / "7.draft") for name in ("one", "two"))
+    checkpoint_files._seal(alone, sound=True)
+    board = MemoryBoard()
+    read: list[str] = []
+    checksum = checkpoint_files._checksum
+
+    def counted(path: Path) -> tuple[int, int]:
+        read.append(path.relative_to(together).as_posix())
+        return checksum(path)
+
+    monkeypatch.setattr(checkpoint_files, "_checksum", counted)
+    runs = [Hosts(process, ("host-a", "host-b"), board, 5.0, 5.0) for process in range(2)]
+    runs[1].leave_for_main(
+        "checksums.json", '{"draft": "6.draft", "files": {"ocdbt.process_1/m": [1, 2]}}'
+    )
+    for run, names in zip(
+        runs, (["ocdbt.process_0/d/a"], ["ocdbt.process_1/d/b", "ocdbt.process_1/m"]), strict=True
+    ):
+        checkpoint_files._OwnChecksums(run, together).result()
+        assert sorted(read) == names
+        read.clear()
+    monkeypatch.setattr(hosts, "_current", runs[0])
+    checkpoint_files._seal(together, sound=True)
+    assert read == ["_METADATA"], "process 0 reads only what no process wrote alone"
+    lists = [(folder / "checksums.json").read_bytes() for folder in (alone, together)]
+    assert lists[0] == lists[1]
+
+    # Texts of another save are not used
+    board.values.clear()
+    runs[1].leave_for_main(
+        "checksums.json", '{"draft": "6.draft", "files": {"ocdbt.process_1/m": [1, 2]}}'
+    )
+    checkpoint_files._seal(together, sound=True)
+    assert (together / "checksums.json").read_bytes() == lists[0]
+
+
+def test_what_changes_after_its_writer_is_done_is_damage(tmp_path: Path, monkeypatch: Any) -> None:
+    draft = draft_of_two(tmp_path / "7.draft")
+    board = MemoryBoard()
+    runs = [Hosts(process, ("host-a", "host-b"), board, 5.0, 5.0) for process in range(2)]
+    for run in runs:
+        checkpoint_files._OwnChecksums(run, draft).result()
+    (draft / "ocdbt.process_1" / "d" / "b").write_bytes(b"other")
+    (draft / "ocdbt.process_0" / "d" / "a").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(hosts, "_current", runs[0])
+        checkpoint_files._seal(draft, sound=True)
+    with pytest.raises(DamagedError, match=r"process_1/d/b has 5 bytes, 19000 were"):
+        check_files(draft)
+
+
+TWO_PROCESSES = """
+    import errno, os, sys
+    import jax, numpy as np
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+    from jaxmllm.runtime import checkpoint_files
+    from jaxmllm.runtime.checkpoint import Checkpoints
+    from jaxmllm.runtime.distributed import initialize_distributed
+    from jaxmllm.runtime.hosts import ending_together
+
+    initialize_distributed()
+    checksum = checkpoint_files._checksum
+
+    def told(path):
+        os.write(1, f"process {jax.process_index()} reads {path}\\n".encode())
+        return checksum(path)
+
+    def full(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P("fsdp"))
+    rows = np.random.default_rng(0).normal(size=(2, 4096))
+    state = {"w": jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])}
+    with ending_together((checkpoint_files.CheckpointError,)) as outcome:
+        with Checkpoints(sys.argv[1], keep=3) as checkpoints:
+            checkpoint_files._checksum = told
+            checkpoints.save(1, state)
+            checkpoints.wait()
+            checkpoint_files._checksum = checksum
+            checkpoint_files.check_files(checkpoints.directory / "1")
+            if jax.process_index() == 1:
+                checkpoint_files._checksum = full
+            checkpoints.save(2, state)
+    sys.exit(outcome.code)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_checksums_and_a_failure_ends_both(tmp_path: Path) -> None:
+    """Process 1 cannot read what it wrote in the second save."""
+    launcher = [sys.executable, "-m", "launch.local", "--processes", "2", "--devices", "1", "--"]
+    completed = subprocess.run(
+        [*launcher, sys.executable, "-c", textwrap.dedent(TWO_PROCESSES), str(tmp_path / "run")],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    output = completed.stdout
+    for process in range(2):
+        files = list((tmp_path / "run" / "1" / f"ocdbt.process_{process}").rglob("*"))
+        names = [path.name for path in files if path.is_file() and path.parent.name == "d"]
+        assert names
+        for name in names:
+            readers = [line for line in output.splitlines() if line.endswith(f"/d/{name}")]
+            assert len(readers) == 1 and f"process {process} reads" in readers[0], output[-3000:]
+    assert completed.returncode != 0 and "Traceback" not in output, output[-3000:]
+    line = (
+        f"[1] error: checkpoint 2 cannot be written to {tmp_path / 'run'}: [Errno 28] No space left"
+    )
+    assert line in output and "the latest complete one is 1" in output
+    with Checkpoints(tmp_path / "run", keep=3) as checkpoints:
+        assert checkpoints.steps == [1]
+        check_files(tmp_path / "run" / "1")
