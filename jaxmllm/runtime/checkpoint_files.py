@@ -3,17 +3,18 @@
     arrays --SealedSave--> files, then checksums.json: size and CRC-32 of each
     files --check_files--> as written, or `DamagedError` --saved_specs, read_arrays--> shapes, arrays
 
-Processes share both: each makes the checksums of the files that it wrote, and compares a part of
-all. Errors of orbax, tensorstore or the disk become one line.
+Processes share both: each makes the checksums of the files that it wrote, and compares files dealt
+to it by size. Errors of orbax, tensorstore or the disk become one line.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import json
 import logging
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -162,19 +163,31 @@ def is_sound(location: Path) -> bool | None:
         return None
 
 
-def _first_damage(location: Path, start: int, step: int) -> str | None:
-    """The first problem found in every `step`-th file from number `start` on; None if there is
-    none."""
+def _first_damage(location: Path, process: int, processes: int) -> str | None:
+    """The first problem found in the files that are dealt to a process; None if there is none."""
     try:
         files = dict(_read_checksums(location)["files"])
+        sizes = {name: int(size) for name, (size, _) in files.items()}
     except FileNotFoundError:
         return f"{CHECKSUMS_FILE} is missing"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{CHECKSUMS_FILE} cannot be read ({one_line(error)})"
-    names = sorted(files)[start::step]
+    names = sorted(_dealt(sizes, processes)[process])
     with ThreadPoolExecutor(READ_THREADS) as threads:
         problems = threads.map(lambda name: _file_damage(location, name, files[name]), names)
         return next((problem for problem in problems if problem), None)
+
+
+def _dealt(sizes: Mapping[str, int], processes: int) -> list[list[str]]:
+    """Names of the files that each process reads: the largest first, each to the process with the
+    fewest bytes so far, because all wait for the process with the most."""
+    hands: list[list[str]] = [[] for _ in range(processes)]
+    loads = [(0, process) for process in range(processes)]
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        load, process = loads[0]
+        hands[process].append(name)
+        heapq.heapreplace(loads, (load + sizes[name], process))
+    return hands
 
 
 def _file_damage(location: Path, name: str, expected: Sequence[int]) -> str | None:

@@ -520,6 +520,23 @@ def test_averages_begin_at_the_parameters_and_others_stay(tmp_path: Path) -> Non
 # ---------------------------------------------------------------------------- checksums of several processes
 
 
+def test_files_to_check_are_dealt_by_size() -> None:
+    """Files of 16 processes with names in which every fourth one is large."""
+    sizes = {
+        f"ocdbt.process_{process:02}/{number}": 10**9 if number == 0 else 10 * number
+        for process in range(16)
+        for number in range(4)
+    }
+    for processes in (1, 2, 4, 8):
+        hands = checkpoint_files._dealt(sizes, processes)
+        assert sorted(name for names in hands for name in names) == sorted(sizes)
+        loads = [sum(sizes[name] for name in names) for names in hands]
+        assert max(loads) - min(loads) <= 30
+        shuffled = dict(sorted(sizes.items(), key=lambda item: item[0][::-1]))
+        assert checkpoint_files._dealt(shuffled, processes) == hands, "the same on all processes"
+    assert checkpoint_files._dealt({"a": 5, "b": 5}, 3) == [["a"], ["b"], []]
+
+
 def draft_of_two(folder: Path) -> Path:
     """A folder with the files of a checkpoint that two processes have written."""
     for name in ("_METADATA", "ocdbt.process_0/d/a", "ocdbt.process_1/d/b", "ocdbt.process_1/m"):
