@@ -36,7 +36,7 @@ UNSEALED = (
 WRITER_PREFIX = "ocdbt.process_"  # of the folder in which orbax writes the arrays of one process
 LONGEST_REASON = 300  # most characters quoted of another library's message
 REPLICA_SLICE_BYTES = 64 << 20  # smaller arrays are written whole, by one process
-READ_BYTES = 16 << 20  # read of a file at a time for its checksum
+READ_BYTES = 4 << 20  # read of a file at a time for its checksum
 READ_THREADS = 8  # they run in parallel, because CRC-32 releases the interpreter lock
 
 ArrayPath = tuple[str, ...]  # of an array in a state
@@ -212,10 +212,11 @@ def _read_checksums(location: Path) -> dict[str, Any]:
 def _checksum(path: Path) -> tuple[int, int]:
     """(size in bytes, CRC-32) of a file."""
     size = checksum = 0
-    with path.open("rb") as stream:
-        while block := stream.read(READ_BYTES):
-            size = size + len(block)
-            checksum = zlib.crc32(block, checksum)
+    block = memoryview(bytearray(READ_BYTES))
+    with path.open("rb", buffering=0) as stream:
+        while count := stream.readinto(block):
+            size = size + count
+            checksum = zlib.crc32(block[:count], checksum)
     return size, checksum
 
 

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import tracemalloc
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -518,6 +520,18 @@ def test_averages_begin_at_the_parameters_and_others_stay(tmp_path: Path) -> Non
 
 
 # ---------------------------------------------------------------------------- checksums of several processes
+
+
+def test_a_checksum_takes_the_memory_of_one_block(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(checkpoint_files, "READ_BYTES", 1 << 20)
+    content = np.random.default_rng(0).bytes(3_500_000)
+    (tmp_path / "file").write_bytes(content)
+    tracemalloc.start()
+    try:
+        assert checkpoint_files._checksum(tmp_path / "file") == (3_500_000, zlib.crc32(content))
+        assert tracemalloc.get_traced_memory()[1] < 1.2 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_files_to_check_are_dealt_by_size() -> None:
