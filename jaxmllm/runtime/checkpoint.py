@@ -13,7 +13,8 @@ after these were found to match it. All processes must call every function here.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -61,10 +62,11 @@ class Checkpoints:
 
     def __init__(self, directory: str | Path, keep: int, expected_bytes: int = 0) -> None:
         """Open a folder of checkpoints. The more `expected_bytes` one has, the longer a save may
-        take before it is an error."""
+        take before it is an error. Where they are not free, a save waits for deletions."""
         write_small_arrays_whole()
         self.directory = Path(directory).absolute()
         self.keep = keep
+        self._expected_bytes = expected_bytes
         self._handler = SealedHandler()
         self._timeout = SAVE_SECONDS + int(expected_bytes / SLOW_BYTES_PER_SECOND)
         self._writer = ocp.AsyncCheckpointer(self._handler, timeout_secs=self._timeout)
@@ -73,6 +75,9 @@ class Checkpoints:
         self._known_steps = set(self.steps)
         self._writing_step: int | None = None
         self._swept = False
+        # Deletion takes a second for every few GB, and all processes would wait for it in `save`.
+        self._deleter = ThreadPoolExecutor(1)
+        self._deletion: Future[None] | None = None
 
     @property
     def steps(self) -> list[int]:
@@ -97,6 +102,9 @@ class Checkpoints:
         with self._explain_errors():
             if _is_main():
                 self._sweep()
+                # The new checkpoint needs the room of those that are being deleted
+                if shutil.disk_usage(self.directory).free < self._expected_bytes:
+                    self._await_deletion()
             # Empty fields are left out, as in checkpoints from before these fields existed
             fields = {name: value for name, value in _fields(state).items() if value is not None}
             self._writer.save(self.directory / str(step), args=SealedSave(fields))
@@ -187,8 +195,11 @@ class Checkpoints:
         hush_writers(False)
 
     def close(self) -> None:
-        """Wait as `wait` does, then release the writer's threads."""
+        """Wait as `wait` does and for deletions, then release the threads."""
         self.wait()
+        with self._explain_errors():
+            self._await_deletion()
+        self._deleter.shutdown()
         self._writer.close()
 
     def __enter__(self) -> Checkpoints:
@@ -240,11 +251,13 @@ class Checkpoints:
         """Make the folder and, the first time, remove what killed processes left there."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if not self._swept:
+            self._await_deletion()
             sweep(self.directory)
         self._swept = True
 
     def _prune(self) -> None:
-        """Delete checkpoints that need not be kept. Each is renamed first, so that none is partial.
+        """Begin to delete checkpoints that need not be kept. Each is renamed first, so that none is
+        partial.
 
         One whose soundness cannot be read does not count towards `keep`, but may be readable later:
         it is deleted when `keep` sound ones are newer.
@@ -252,12 +265,22 @@ class Checkpoints:
         soundness = {step: is_sound(self.directory / str(step)) for step in self.steps}
         sound = [step for step in soundness if soundness[step]]
         oldest = sound[-self.keep] if len(sound) >= self.keep else 0
+        doomed = []
         for step in list(soundness)[:-1]:
             if step >= oldest and soundness[step] is not False:
                 continue
-            doomed = self.directory / f"{step}{DELETED}"
-            (self.directory / str(step)).rename(doomed)
-            shutil.rmtree(doomed)
+            doomed.append(self.directory / f"{step}{DELETED}")
+            (self.directory / str(step)).rename(doomed[-1])
+        if doomed:
+            self._await_deletion()
+            self._deletion = self._deleter.submit(_delete, doomed)
+
+    def _await_deletion(self) -> None:
+        """Wait for deletions that were begun. Raises `OSError` if one failed."""
+        deletion = self._deletion
+        self._deletion = None
+        if deletion is not None:
+            deletion.result()
 
     def _put_aside(self, step: int) -> None:
         self._known_steps.discard(step)
@@ -277,6 +300,11 @@ def sweep(directory: Path) -> None:
     for entry in directory.iterdir():
         if DRAFT in entry.name or entry.name.endswith(DELETED):
             shutil.rmtree(entry)
+
+
+def _delete(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder)
 
 
 def saved_steps(directory: Path) -> list[int]:

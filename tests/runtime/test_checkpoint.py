@@ -3,13 +3,16 @@
 import errno
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import tracemalloc
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -143,6 +146,71 @@ def test_keeps_the_latest(tmp_path: Path) -> None:
         assert checkpoints.steps == [9, 12]
         assert int(checkpoints.restore(abstract(state), step=9)["step"]) == 9
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["12", "9"]
+
+
+def test_a_save_does_not_wait_until_old_checkpoints_are_deleted(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    state = {"w": jnp.ones((4, 4))}
+    saved = threading.Event()
+    rmtree = shutil.rmtree
+
+    def slow(folder: Path) -> None:
+        assert saved.wait(5), "the save waits"
+        rmtree(folder)
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.save(2, state)
+        monkeypatch.setattr(shutil, "rmtree", slow)
+        checkpoints.save(3, state)
+        assert [folder.name for folder in tmp_path.glob("*.deleted")] == ["1.deleted"]
+        saved.set()
+        checkpoints.save(4, state)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["4"], "the end waits"
+
+
+@pytest.mark.parametrize(("free", "left"), [(99, []), (100, ["1.deleted"])])
+def test_a_save_waits_for_a_deletion_where_it_needs_the_room(
+    tmp_path: Path, monkeypatch: Any, free: int, left: list[str]
+) -> None:
+    state = {"w": jnp.ones((4, 4))}
+    saved = threading.Event()
+    rmtree = shutil.rmtree
+
+    def slow(folder: Path) -> None:
+        saved.wait(0.5 if free < 100 else 5)
+        rmtree(folder)
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with Checkpoints(tmp_path, keep=1, expected_bytes=100) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.save(2, state)
+        monkeypatch.setattr(shutil, "rmtree", slow)
+        checkpoints.save(3, state)
+        assert [folder.name for folder in tmp_path.glob("*.deleted")] == left
+        saved.set()
+
+
+def test_a_deletion_that_fails_is_one_line_of_the_next_save(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    def forbidden(_: Path) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    state = {"w": jnp.ones((4, 4))}
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, state)
+    checkpoints.save(2, state)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", forbidden)
+        checkpoints.save(3, state)
+        with pytest.raises(
+            CheckpointError, match="Permission denied; the latest complete one is 3"
+        ):
+            checkpoints.save(4, state)
+    checkpoints.close()
+    assert checkpoints.steps == [3] and caplog.records == []
 
 
 def test_a_killed_save_leaves_the_last_complete_one(tmp_path: Path) -> None:
