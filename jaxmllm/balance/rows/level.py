@@ -123,23 +123,42 @@ def fix_overflow(state: RowState, search: bool = False) -> bool:
         return False
     if (room >= 0).all():
         return True
-    order = state.in_order(SLOTS)
-    for sweep in range(SWAP_SEARCH.sweeps + (SWAP_SEARCH.further_sweeps if search else 0)):
-        rows = np.argsort(room, kind="stable")
-        overflowing = min(int(np.searchsorted(room[rows], 0)), len(rows) // 2)
+    sweeps = SWAP_SEARCH.sweeps + (SWAP_SEARCH.further_sweeps if search else 0)
+    _sweep_overflow(state, state.in_order(SLOTS), sweeps, search)
+    return not (room < 0).any()
+
+
+@compiled
+def _sweep_overflow(state: RowState, order: Longs, sweeps: int, search: bool) -> None:
+    """The sweeps of `fix_overflow`: up to `sweeps`, and unless `search` none after one that swaps
+    nothing."""
+    room = state.remaining[SLOTS]  # a view: swaps change it
+    rows = len(room)
+    pairs = _RowPairs(np.empty(rows // 2, np.int64), np.empty(rows // 2, np.int64))
+    scratch = _empty_scratch(state)
+    for sweep in range(sweeps):
+        # Fullest first. Only a merge sort keeps rows of equal room in order.
+        by_room = np.argsort(room, kind="mergesort")
+        overflowing = 0
+        while overflowing < rows // 2 and room[by_room[overflowing]] < 0:
+            overflowing += 1
         if not overflowing:
-            break
-        heavy = rows[:overflowing]
+            return
         # In sweep s the row that overflows most skips the s rows with most room and is paired with
         # the next one; the other rows follow in order, wrapping around the end.
-        light = np.roll(rows[::-1], -sweep)[:overflowing]
-        apart = ~np.isin(light, heavy)  # after wrapping around, a row could be on both sides
-        heavy = heavy[apart]
-        light = light[apart]
-        swaps = _swap_items(state, order, heavy, light, sweep, SLOTS, limited=COST)
+        pairs_count = 0
+        for index in range(overflowing):
+            partner = rows - 1 - (index + sweep) % rows
+            # After wrapping around, the partner could be a row that overflows.
+            if partner >= overflowing:
+                pairs.heavy[pairs_count] = by_room[index]
+                pairs.light[pairs_count] = by_room[partner]
+                pairs_count += 1
+        heavy = pairs.heavy[:pairs_count]
+        light = pairs.light[:pairs_count]
+        swaps = _swap_each_pair(state, order, heavy, light, sweep, SLOTS, COST, scratch)
         if not swaps and not search:
-            break
-    return not (room < 0).any()
+            return
 
 
 @dataclass(frozen=True)
