@@ -79,7 +79,7 @@ class Mixture:
         """Rows of a block: pairs (token, expert) that are computed together."""
         from jaxmllm.experts.expert_blocks import block_rows
 
-        return block_rows(int(self.all_tokens * self.per_token), max(round(self.held), 1))
+        return block_rows(int(self.all_tokens * self.per_token), self.count)
 
     # ------------------------------------------------------------------ what is sent
 

@@ -47,6 +47,10 @@ def block_rows(pairs: int, experts: int) -> int:
 
     An expert's last block is half empty on average, so smaller blocks would waste less; but every
     block reads the matrices of its expert, which takes as long as the products of some 80 rows.
+
+    Args:
+      pairs: of the tokens of all devices that share the experts.
+      experts: of all these devices, because the pairs are spread among them.
     """
     rows = max(pairs // experts, 1)
     return min(max(1 << (rows - 1).bit_length(), SMALLEST_BLOCK), LARGEST_BLOCK)
@@ -80,17 +84,18 @@ def forward(
     chosen: Int[Array, "N k"],
     weights: Float[Array, "N k"],
     matrices: Matrices,
+    all_experts: int,
 ) -> Float[Array, "N D"]:
     """Weighted sum of own experts' outputs for each token, in at least float32; zero for a token
     that chose no own expert.
 
     Args:
       chosen: different experts for each token; those outside 0 .. E - 1 are not computed here.
+      all_experts: number of experts that tokens choose among, own ones and those of other devices.
     """
     k = chosen.shape[1]
-    experts = len(matrices.gate)
-    rows = block_rows(chosen.size, experts)
-    blocks = list_blocks(chosen, experts, rows)
+    rows = block_rows(chosen.size, all_experts)
+    blocks = list_blocks(chosen, len(matrices.gate), rows)
     wide = jnp.promote_types(x.dtype, jnp.float32)
 
     def add_block(index: Array, out: Array) -> Array:
@@ -115,14 +120,14 @@ def backward(
     weights: Float[Array, "N k"],
     matrices: Matrices,
     d_out: Float[Array, "N D"],
+    all_experts: int,
     wants_matrices: bool = True,
 ) -> tuple[Float[Array, "N D"], Float[Array, "N k"], Matrices | None]:
     """Gradients of x, weights and, if wanted, matrices, in at least float32; computes the gate and
     up products again."""
     k = chosen.shape[1]
-    experts = len(matrices.gate)
-    rows = block_rows(chosen.size, experts)
-    blocks = list_blocks(chosen, experts, rows)
+    rows = block_rows(chosen.size, all_experts)
+    blocks = list_blocks(chosen, len(matrices.gate), rows)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     flat_weights = weights.reshape(-1).astype(wide)
     zero_x = jnp.zeros(x.shape, wide)

@@ -20,8 +20,10 @@ def forward(
     chosen: Int[Array, "N k"],
     weights: Float[Array, "N k"],
     matrices: Matrices,
+    all_experts: int,
 ) -> Float[Array, "N D"]:
-    """Weighted sum of own experts' outputs for each token."""
+    """Weighted sum of own experts' outputs for each token. There are no blocks, so `all_experts`
+    changes nothing."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     experts = len(matrices.gate)
     expert = chosen.reshape(-1)
@@ -46,14 +48,17 @@ def backward(
     weights: Float[Array, "N k"],
     matrices: Matrices,
     d_out: Float[Array, "N D"],
+    all_experts: int,
     wants_matrices: bool = True,
 ) -> tuple[Float[Array, "N D"], Float[Array, "N k"], Matrices | None]:
     """Gradients of x, weights and, if wanted, matrices; computes the forward pass again."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     d_out = d_out.astype(wide)
     if wants_matrices:
-        _, vjp = jax.vjp(lambda x, w, m: forward(x, chosen, w, m), x, weights, matrices)
+        _, vjp = jax.vjp(
+            lambda x, w, m: forward(x, chosen, w, m, all_experts), x, weights, matrices
+        )
         d_x, d_weights, d_matrices = vjp(d_out)
         return d_x, d_weights, d_matrices
-    _, vjp = jax.vjp(lambda x, w: forward(x, chosen, w, matrices), x, weights)
+    _, vjp = jax.vjp(lambda x, w: forward(x, chosen, w, matrices, all_experts), x, weights)
     return *vjp(d_out), None

@@ -17,6 +17,7 @@ Letters: R rows, C slots, k experts of a token, E experts, D width, F MLP width;
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -130,7 +131,9 @@ class _Mixture:
     def _device_forward(self, x: Array, chosen: Array, weights: Array, matrices: Matrices) -> Array:
         x_all, chosen_all, weights_all = self._gathered_slots(x, chosen, weights)
         chosen_all = self._local_numbers(chosen_all, matrices)
-        out = KERNELS[self.kernel].forward(x_all, chosen_all, weights_all, matrices)
+        out = KERNELS[self.kernel].forward(
+            x_all, chosen_all, weights_all, matrices, self._all_experts(matrices)
+        )
         return self._returned_sums(out.astype(x.dtype), x.shape)
 
     def _device_backward(
@@ -145,7 +148,13 @@ class _Mixture:
         x_all, chosen_all, weights_all, d_all = self._gathered_slots(x, chosen, weights, d_out)
         chosen_all = self._local_numbers(chosen_all, matrices)
         d_x, d_weights, d_matrices = KERNELS[self.kernel].backward(
-            x_all, chosen_all, weights_all, matrices, d_all, wants_matrices
+            x_all,
+            chosen_all,
+            weights_all,
+            matrices,
+            d_all,
+            self._all_experts(matrices),
+            wants_matrices,
         )
         # The sums are over the tokens of all devices that share the experts, not yet over replicas.
         if d_matrices is not None:
@@ -161,6 +170,11 @@ class _Mixture:
             self._returned_sums(d_weights.astype(weights.dtype), weights.shape),
             d_matrices,
         )
+
+    def _all_experts(self, matrices: Matrices) -> int:
+        """E, from the matrices of this device's experts."""
+        axes = self.layout.split_axes("experts")
+        return len(matrices.gate) * math.prod(self.layout.mesh.shape[axis] for axis in axes)
 
     def _local_numbers(self, chosen: Array, matrices: Matrices) -> Array:
         """Numbers of the chosen experts, counted from the first expert of this device."""

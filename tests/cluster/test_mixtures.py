@@ -62,6 +62,15 @@ def test_blocks_read_the_matrices_of_their_experts():
     assert single.block_traffic(0, 1, False) == backward - blocks * numbers * 8
 
 
+def test_devices_that_share_experts_have_the_blocks_of_one_device():
+    """A device with an eighth of the experts has an eighth of the blocks for the same tokens."""
+    single = mixture({"fsdp": 1})
+    shared = mixture({"fsdp": 8}, tokens=128.0)
+    assert shared.all_tokens == single.all_tokens
+    assert shared.block_rows == single.block_rows
+    assert shared.block_traffic(1, 1, True) == single.block_traffic(1, 1, True) / 8
+
+
 def test_products_of_blocks_are_slower_than_others():
     single = mixture({"fsdp": 1}, tokens=8192.0)
     rates = [single.product_rate(DEVICE, 8192, 256, share) for share in (1, 0.5, 0)]

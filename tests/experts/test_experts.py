@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmllm.experts import expert_blocks
 from jaxmllm.experts.expert_blocks import Matrices, list_blocks
 from jaxmllm.experts.experts import experts
 from jaxmllm.runtime.compilations import CompilationCounter
@@ -131,6 +132,23 @@ def test_blocks_hold_every_pair_of_own_experts_once(routing):
         sorted(pairs_held)
         == np.flatnonzero((shifted.reshape(-1) >= 0) & (shifted.reshape(-1) < 4)).tolist()
     )
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_blocks_have_the_rows_of_an_expert_however_many_devices_share(devices, monkeypatch):
+    """768 pairs are 48 for each of 16 experts, which takes blocks of 64 rows. A device with a
+    quarter of the experts has a quarter of the pairs, so larger blocks would be mostly empty."""
+    rows_of_blocks = []
+
+    def spied(chosen, experts, rows):
+        rows_of_blocks.append((experts, rows))
+        return list_blocks(chosen, experts, rows)
+
+    monkeypatch.setattr(expert_blocks, "list_blocks", spied)
+    given = inputs(8, dtype=np.float32, count=16)
+    layout = layout_of(devices, fsdp=devices)
+    gradients(lambda *given: experts(*given, layout), *given)
+    assert rows_of_blocks == [(16 // devices, 64)] * 2  # forward and backward
 
 
 def test_one_compilation_serves_every_routing():
