@@ -373,17 +373,19 @@ def _edge_sends(programs: StagedPrograms) -> Iterator[list[Send]]:
     for wire in tables.wires:
         phase = tables.ring.chains[wire.chain].name
         spec = programs.spec.phases[phase]
-        layout = model.layout(phase)
         shapes = getattr(model.config, phase)
-        # Tokens and their gradients travel as their reader takes them, all else as layers carry it.
-        # A capacity is in slots, so either width is divided by the slots of a token.
+        # Tokens, states for a generator and their gradients travel as their reader takes them: in
+        # the dtype of the decoder, and whole to every part of a row. All else travels as layers
+        # carry it. A capacity is in slots, so either width is divided by the slots of a token.
         if wire.pool in (Pool.TOKENS, Pool.TOKEN_GRADIENT):
             slots = spec.slots_per_token
-            width = model.config.token_width
+            width = shapes.width if phase == LANGUAGE else model.config.token_width
+            itemsize = model.components[LANGUAGE].dtype.itemsize
         else:
-            slots = shapes.stem_stride
+            slots = shapes.stem_stride * model.layout(phase).parts
             width = model.config.carried_width(phase)
-        of_slot = width / slots / layout.parts * model.components[phase].dtype.itemsize
+            itemsize = model.components[phase].dtype.itemsize
+        of_slot = width / slots * itemsize
         yield [
             Send(PERMUTE, (STAGE,), tables.ring.stages, capacity * of_slot, 1)
             for capacity in spec.capacities

@@ -286,7 +286,7 @@ def parse(text: str) -> Module:
             if header:
                 current = computations[header[2]] = []
                 entry = header[2] if header[1] else entry
-        elif INSTRUCTION.match(line):
+        elif line.strip():
             # The shape of a long tuple contains comments that number its elements.
             current.append(_read_instruction(COMMENT.sub("", line)))
     if entry is None:
@@ -296,7 +296,8 @@ def parse(text: str) -> Module:
 
 def _read_instruction(line: str) -> Instruction:
     head = INSTRUCTION.match(line)
-    assert head is not None
+    if head is None:
+        raise HloError(f"no instruction in {line.strip()[:200]!r}")
     begin = head.end()
     end = _closing_index(line, begin) if line[begin] == "(" else line.index(" ", begin)
     opcode = OPCODE.match(line, end)

@@ -15,11 +15,12 @@ from jaxmllm.cluster.device_seconds import RATES, Device
 from jaxmllm.cluster.network import Network
 from jaxmllm.cluster.sends import SCATTER, program_sends
 from jaxmllm.cluster.simulate import simulate
-from jaxmllm.cluster.stage_seconds import FORWARD, WEIGHT, _Operations
+from jaxmllm.cluster.stage_seconds import FORWARD, WEIGHT, _edge_sends, _Operations
 from jaxmllm.config.read import config_tree, parse_config
 from jaxmllm.tools.generated_lengths import generated_lengths
 from jaxmllm.training.programs.base import ProgramName
 from sharding.mesh import make_mesh
+from sharding.pipeline.graph import Pool
 from tests.cluster.programs import CAPACITIES, tiny_lengths
 
 DEVICE = Device(CLUSTERS["h100"], 0.8)
@@ -142,6 +143,29 @@ def test_gradients_are_sent_as_programs_of_phases_send_them():
         assert (traffic[WEIGHT] > traffic[FORWARD]) == (phase != "language")
         checked += 1
     assert checked == 3
+
+
+@pytest.mark.parametrize(
+    ("tower_dtype", "mesh"),
+    [("float32", {"data": 2, "tensor": 2}), ("bfloat16", {"data": 2, "context": 2})],
+    ids=["dtype", "parts"],
+)
+def test_rows_are_sent_as_slots_hold_them(tower_dtype, mesh):
+    """Tokens have the dtype of the decoder, and every part of a row gets all of them."""
+    config = tiny_lengths(pipeline={"stages": 2}, mesh=mesh).config
+    tree = config_tree(config)
+    tree["components"]["language"]["compute_dtype"] = "bfloat16"
+    for tower in ("vision", "audio"):
+        tree["components"][tower] |= {"compute_dtype": tower_dtype, "layout": {}}
+    devices = make_mesh(config.mesh_sizes, jax.devices())
+    programs = generated_lengths(parse_config(tree), devices, 0, MIX).programs()
+    wires = programs.sizes.training.tables.wires
+    held = programs.held
+    for wire, (send,) in zip(wires, _edge_sends(programs), strict=True):
+        slot_bytes = held.pools[wire.pool_key] / held.slots[wire.pool_key]
+        # Slots also have a mark of 4 bytes for each token
+        assert send.array_bytes == pytest.approx(slot_bytes, rel=0.04), wire.name
+    assert Pool.TOKENS in {wire.pool for wire in wires}
 
 
 def _bfloat16(stages):

@@ -259,6 +259,9 @@ def test_devices_of_a_collective(attributes, groups):
 def test_what_is_not_understood_is_refused():
     with pytest.raises(HloError, match="no ENTRY"):
         parse(ADD)
+    # A collective that is not read would be missing from what a program sends
+    with pytest.raises(HloError, match="no instruction in 'all-reduce %r"):
+        parse(LOOPS.replace("%r = f32[8,16]{1,0} all-reduce(", "all-reduce %r("))
     with pytest.raises(HloError, match="devices of a all-reduce"):
         device_groups("replica_groups=v9<0..3>, x", "all-reduce", 4)
     with pytest.raises(HloError, match="source_target_pairs"):
