@@ -111,7 +111,7 @@ class ClosedForm:
             of_stage = laid_out(model, config.components, mesh)
         backend = exchange_backend(config, of_stage)
         spec = even_spec(of_stage, inputs, rows, config.balance, backend)
-        nothing_kept = with_kept(config, dict.fromkeys(config.model.encoders, 0))
+        nothing_kept = with_kept(config, dict.fromkeys(config.model.two_passes, 0))
         sampled = self._request.sampled
         programs = phased_programs(nothing_kept, of_stage, sampled.formats, spec, sampled.sources)
         part_seconds = even_step(programs, self._request.loads, rows, self._request.device)

@@ -122,16 +122,19 @@ def even_step(
     items = {}
     for phase, spec in programs.spec.phases.items():
         of_rank = loads[phase].squares / spec.ranks / rows[phase].microbatches
-        phases[phase] = _one_microbatch_plan(rows[phase].capacity)
+        phases[phase] = _one_microbatch_plan(rows[phase].capacity, spec.ranks)
         tokens = loads[phase].tokens / spec.ranks / rows[phase].microbatches
-        # One item without length stands for the even share: its squares are its extra ones.
+        # An item without length on every rank stands for the even share: its squares are its extra
+        # ones.
+        nothing = np.zeros(spec.ranks, np.int32)
+        no_length = np.zeros(spec.ranks, np.int64)
         items[phase] = PhaseItems(
-            length=NO_LENGTH,
-            real=NO_LENGTH,
-            example=NOTHING,
-            tokens=np.array([round(tokens)], np.int32),
-            slot=NOTHING,
-            extra_squares=of_rank.astype(np.int64)[None],
+            length=no_length,
+            real=no_length,
+            example=nothing,
+            tokens=np.full(spec.ranks, round(tokens), np.int32),
+            slot=nothing,
+            extra_squares=np.tile(of_rank.astype(np.int64), (spec.ranks, 1)),
         )
     routes: dict[str, RoutePlan] = {}
     statistics: dict[str, float] = {}
@@ -153,10 +156,20 @@ def even_step(
     return step_seconds
 
 
-def _one_microbatch_plan(capacity: int) -> PhasePlan:
-    capacities = np.array([capacity], np.int32)
-    ones = np.ones(1, np.int32)
-    return PhasePlan(capacities, ones, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, ones)
+def _one_microbatch_plan(capacity: int, ranks: int) -> PhasePlan:
+    """One microbatch with an item on every rank."""
+    of_ranks = np.arange(ranks, dtype=np.int32)
+    zeros = np.zeros_like(of_ranks)
+    return PhasePlan(
+        capacity=np.array([capacity], np.int32),
+        span=np.ones(1, np.int32),
+        pool=NOTHING,
+        pool_offset=NOTHING,
+        microbatch=zeros,
+        rank=of_ranks,
+        offset=zeros,
+        segment=np.ones_like(of_ranks),
+    )
 
 
 _ONE_HOP = RouteRound(

@@ -17,7 +17,9 @@ from jaxmllm.cluster.search.legal_layouts import FEWER_LAYERS, least_capacity
 from jaxmllm.cluster.search.mesh_choices import MeshChoice
 from jaxmllm.cluster.search.no_layout import why_none
 from jaxmllm.cluster.search.step_bytes import StepBytes, parameter_numbers
+from jaxmllm.config.read import config_tree, parse_config
 from jaxmllm.config.schema import ConfigError
+from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.row_memory import state_bytes
 from jaxmllm.tools.plan_inputs import make_planner
 from tests.support import EXHAUSTIVE
@@ -312,6 +314,38 @@ def test_state_is_that_of_the_sizing_of_rows():
     estimate = searcher.estimates(8).estimates[0]
     counted = StepBytes(estimate.config, estimate.model, 0, parameter_numbers(searcher.model)).state
     assert counted == state_bytes(estimate.config, estimate.model)
+
+
+def test_devices_that_share_cores_take_as_long_as_one():
+    """In closed form, the devices together compute what one device does, at the same rate."""
+    mesh = {"fsdp": 1, "context": 1, "tensor": 1}
+    one, four = (
+        planner(devices, CLUSTERS["cpu"], mesh=mesh).estimates(devices).estimates[0]
+        for devices in (1, 4)
+    )
+    for phase in ROWS:
+        part = f"{phase}/compute"
+        assert four.parts[part] == pytest.approx(one.parts[part], rel=0.01)
+
+
+def test_no_phase_of_two_passes_keeps_residuals_in_closed_form(monkeypatch):
+    """What a decoder of a generator keeps depends on a device's memory, and is not yet known."""
+    config = omni_config("tiny", data={"batch_size": 8}, mesh={"fsdp": 1, "context": 1})
+    tree = config_tree(config)
+    tree["model"]["diffusion"] = {"width": 64, "layers": 2, "heads": 4, "mlp_width": 128}
+    tree["model"]["diffusion"] |= {"channels": 4, "patch_size": 2}
+    tree["phases"] = ROWS | {"diffusion": {"capacities": [8192], "spans": [1]}}
+    searcher = make_planner(parse_config(tree), H100, 1, 0)
+    kept = []
+
+    def programs(*arguments):
+        made = phased_programs(*arguments)
+        kept.append(made.kept_residuals)
+        return made
+
+    monkeypatch.setattr("jaxmllm.cluster.search.closed_form.phased_programs", programs)
+    searcher.estimates(1)
+    assert kept == [{"vision": 0, "audio": 0, "language": 0}]
 
 
 def test_of_equal_times_the_mesh_of_fewer_axes_is_preferred():
