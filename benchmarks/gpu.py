@@ -517,7 +517,7 @@ def phase_seconds(programs: PhasedPrograms, phase: str, params: Any, batch: Any)
         start = time.perf_counter()
         # A phase without a forward program runs forward inside its backward program
         if programs.functions_of(phase).forward:
-            buffers = programs.forward(phase, params, rows, row_class, buffers)
+            buffers = programs.forward(phase, params, rows, row_class, buffers, m)
         buffers = jax.block_until_ready(programs.backward(phase, params, rows, row_class, buffers))
         seconds.append(time.perf_counter() - start)
     return seconds

@@ -230,7 +230,7 @@ class Ours:
                 jax.block_until_ready((rows, buffers))
                 start = time.process_time()
                 if programs.functions_of(phase).forward:
-                    buffers = jax.block_until_ready(programs.forward(*arguments, buffers))
+                    buffers = jax.block_until_ready(programs.forward(*arguments, buffers, m))
                     seconds[f"{phase} forward"] += time.process_time() - start
                     start = time.process_time()
                 buffers = jax.block_until_ready(programs.backward(*arguments, buffers))

@@ -337,22 +337,33 @@ class PhasedPrograms(GeneratorPrograms):
         )
 
     def forward(
-        self, phase: str, params: Any, rows: Any, row_class: RowClass, buffers: PhaseBuffers
+        self,
+        phase: str,
+        params: Any,
+        rows: Any,
+        row_class: RowClass,
+        buffers: PhaseBuffers,
+        microbatch: int = 0,
     ) -> PhaseBuffers:
-        """Run one microbatch of a phase forward. `buffers` are overwritten: use those returned."""
+        """Run one microbatch of a phase forward. `buffers` are overwritten: use those returned.
+
+        Args:
+          microbatch: its number in the step, which decides whether its residuals are kept.
+        """
         names = self.functions_of(phase)
         program = self._call(names.forward or names.evaluate, phase, *row_class)
         # The pool serves this microbatch alone, so pool offsets are 0.
         inputs = self._params_of(params, phase), rows, buffers.pool
         if phase in self.encoders:
             pool, kept, failed = program(*inputs, np.int32(0), buffers.failed)
-            return buffers._replace(pool=pool, failed=failed, saved=start_from(rows, kept))
+            saved = self.start_of(phase, microbatch, rows, kept)
+            return buffers._replace(pool=pool, failed=failed, saved=saved)
         if phase in self.generators:
             drawn, failed = program(*inputs, np.int32(0), buffers.sums, buffers.failed)
             return buffers._replace(sums=drawn, failed=failed)
         if names.forward:
             pool, kept = program(*inputs)
-            return buffers._replace(pool=pool, saved=start_from(rows, kept))
+            return buffers._replace(pool=pool, saved=self.start_of(phase, microbatch, rows, kept))
         return buffers._replace(sums=program(*inputs, buffers.sums))
 
     def backward(

@@ -12,8 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmllm.balance.records import RowClass
 from jaxmllm.runtime.compilations import CompilationCounter
 from jaxmllm.training.programs.base import ProgramName
+from jaxmllm.training.programs.phased import PhaseBuffers
+from jaxmllm.training.step_functions import KeptResiduals
+from tests.cluster.programs import tiny
 from tests.support import EXHAUSTIVE, assemble, assert_close, tiny_config
 
 KINDS = [(), ("vision",), ("audio",), ("vision", "audio")]
@@ -382,6 +386,20 @@ def test_what_is_kept_is_not_computed_again(setups, by_example):
     assert forward > 4
     # Recomputing has the forward products as well; one product may remain for other reasons
     assert products("encode_grad_kept") <= products("encode_grad") - forward + 1
+
+
+def test_timed_microbatches_keep_what_those_of_a_step_keep(monkeypatch):
+    """Programs are not compiled here: a forward pass leaves a name in place of residuals."""
+    kept = {"vision": {"kept_residuals": 1}, "audio": {"kept_residuals": 0}}
+    _, programs = tiny(mesh={"data": 1}, devices=1, kept=kept)
+    encode = lambda params, rows, pool, slot, failed: (pool, "residuals", failed)  # noqa: E731
+    monkeypatch.setattr(programs, "_call", lambda *name: encode)
+    buffers = PhaseBuffers(pool=None, d_pool=None, gradients=None, sums=None, failed=None)
+    for phase, microbatches in (("vision", 1), ("audio", 0)):
+        for microbatch in range(2):
+            arguments = phase, programs.params, "rows", RowClass(16384, 1), buffers, microbatch
+            saved = programs.forward(*arguments).saved
+            assert isinstance(saved, KeptResiduals) == (microbatch < microbatches)
 
 
 def test_phases_without_a_trained_tower_keep_nothing(setups, by_example):
