@@ -24,7 +24,7 @@ from jaxmllm.balance.records import BatchItems, PipelineRun, RowClass, StepPlan
 from jaxmllm.cluster.clusters import ALL_REDUCE
 from jaxmllm.cluster.collectives import devices_along
 from jaxmllm.cluster.device_seconds import ACCUMULATED_BYTES, Device, stored_bytes
-from jaxmllm.cluster.drawing import drawing_of
+from jaxmllm.cluster.drawing import carried_width, drawing_of
 from jaxmllm.cluster.mixtures import Mixture, mixture_of
 from jaxmllm.cluster.network import Network
 from jaxmllm.cluster.phase_seconds import Worked, resolved_model, row_squares
@@ -319,15 +319,17 @@ class _Operations:
         the parameters before and after them in the first and the last chunk. Tables that are looked
         up are not gathered."""
         seconds = np.zeros((4, layers.shape[1], 1))
-        for component, held in self.leaves.items():
+        # Components of a phase are in the order of computation: a generator's projector comes
+        # before its layers, all others after them.
+        own = list(self.leaves).index(self.phase)
+        for place, (component, held) in enumerate(self.leaves.items()):
             for leaf in held:
                 sends = [self._send(component, leaf, part) for part in range(4)]
                 of_leaf = np.array([self.network.seconds([send]) for send in sends])
                 if leaf.layer:
                     seconds += of_leaf[:, None, None] * layers
                 elif "embedding" not in leaf.path:
-                    # Other components of the phase, and the head, count with the last chunk.
-                    follows = component != self.phase or "head" in leaf.path
+                    follows = place > own or "head" in leaf.path
                     seconds[:, -1 if follows else 0, 0] += of_leaf
         return seconds
 
@@ -383,7 +385,7 @@ def _edge_sends(programs: StagedPrograms) -> Iterator[list[Send]]:
             itemsize = model.components[LANGUAGE].dtype.itemsize
         else:
             slots = shapes.stem_stride * model.layout(phase).parts
-            width = model.config.carried_width(phase)
+            width = carried_width(model.config, phase)
             itemsize = model.components[phase].dtype.itemsize
         of_slot = width / slots * itemsize
         yield [

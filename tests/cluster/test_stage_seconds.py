@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 
 from benchmarks.ahead import MIX
@@ -12,6 +13,7 @@ from benchmarks.omni import omni_config
 from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.cluster.clusters import CLUSTERS
 from jaxmllm.cluster.device_seconds import RATES, Device
+from jaxmllm.cluster.drawing_program import phase_program
 from jaxmllm.cluster.network import Network
 from jaxmllm.cluster.sends import SCATTER, program_sends
 from jaxmllm.cluster.simulate import simulate
@@ -166,6 +168,49 @@ def test_rows_are_sent_as_slots_hold_them(tower_dtype, mesh):
         # Slots also have a mark of 4 bytes for each token
         assert send.array_bytes == pytest.approx(slot_bytes, rel=0.04), wire.name
     assert Pool.TOKENS in {wire.pool for wire in wires}
+
+
+@pytest.mark.parametrize("conditioning", ["joint", "cross"])
+def test_stages_of_a_generator_carry_what_a_second_attention_reads(conditioning):
+    programs = _drawing(conditioning)
+    held = programs.held
+    chains = programs.sizes.training.tables.ring.chains
+    wires = programs.sizes.training.tables.wires
+    of_generator = set()
+    for wire, (send,) in zip(wires, _edge_sends(programs), strict=True):
+        slot_bytes = held.pools[wire.pool_key] / held.slots[wire.pool_key]
+        assert send.array_bytes == pytest.approx(slot_bytes, rel=0.04), wire.name
+        if chains[wire.chain].name == "diffusion":
+            of_generator.add(send.array_bytes)
+    (row,) = of_generator
+    # Before there is a schedule: a chunk of 6 of the 12 layers twice, and 4 inputs per stage
+    name = ProgramName("draw_loss_and_grad", "diffusion", 8192)
+    program = phase_program(programs.functions.model, name)
+    carried = program.in_stages(2) - max(program.staged().values())
+    assert carried == pytest.approx((2 * 6 + 4 * 2) * row, rel=1e-3)
+
+
+def test_the_projector_of_a_generator_counts_with_the_first_chunk():
+    programs = _drawing("joint")
+    ring = programs.sizes.training.tables.ring
+    (number,) = (n for n, chain in enumerate(ring.chains) if chain.name == "diffusion")
+    operations = _Operations(programs, number, DEVICE, Network(programs.mesh, DEVICE))
+    assert list(operations.leaves) == ["projector.language", "diffusion"]
+    seconds = operations._weight_seconds(np.zeros((1, ring.chains[number].depth, 1), np.int32))
+    assert seconds[:, 0].all() and not seconds[:, 1:].any()
+
+
+def _drawing(conditioning):
+    """Programs of an omni model with a generator, on four devices per stage."""
+    sections = {"mesh": {"data": 1, "fsdp": 4}, "pipeline": {"stages": 2}}
+    tree = config_tree(omni_config("tiny", data={"batch_size": 16}, **sections))
+    tree["model"]["diffusion"] = {"width": 128, "layers": 12, "heads": 4, "mlp_width": 512}
+    tree["model"]["diffusion"] |= {"channels": 4, "patch_size": 2, "conditioning": conditioning}
+    capacities = CAPACITIES | {"diffusion": [8192]}
+    tree["phases"] = {phase: {"capacities": of, "spans": [1]} for phase, of in capacities.items()}
+    config = parse_config(tree)
+    mesh = make_mesh(config.mesh_sizes, jax.devices())
+    return generated_lengths(config, mesh, 0, MIX).programs()
 
 
 def _bfloat16(stages):

@@ -16,6 +16,7 @@ from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.cluster.device_peak import programs_peak
 from jaxmllm.cluster.device_seconds import Device
+from jaxmllm.cluster.drawing import carried_width
 from jaxmllm.cluster.network import Network
 from jaxmllm.cluster.search.chosen_config import with_rows
 from jaxmllm.cluster.search.even_step import EvenRows
@@ -71,7 +72,7 @@ def _edge_send(model: MLLM, phase: str, capacity: int, stages: int, ticks: int) 
     """The send of a phase over one edge, in `ticks` ticks: rows of the width that layers carry."""
     slots = capacity / model.layout(phase).parts
     slots /= getattr(model.config, phase).stem_stride
-    row = slots * model.config.carried_width(phase) * model.components[phase].dtype.itemsize
+    row = slots * carried_width(model.config, phase) * model.components[phase].dtype.itemsize
     return Send(PERMUTE, (STAGE,), stages, row, ticks)
 
 
