@@ -73,6 +73,15 @@ class _SwapChoices(NamedTuple):
     cost: Longs
 
 
+class _Scratch(NamedTuple):
+    """Choices of one search, overwritten by the next: making the arrays takes longer than many a
+    search."""
+
+    outgoing: _SwapChoices
+    incoming: _SwapChoices
+    paired: _SwapChoices  # items of the other row that are tried in pairs, each by itself
+
+
 def reduce_traffic(state: RowState, destinations: Destinations, least_benefit: int) -> None:
     """Swap items until a sweep saves less than `least_benefit`.
 
@@ -83,8 +92,18 @@ def reduce_traffic(state: RowState, destinations: Destinations, least_benefit: i
     """
     ranks_of_block = _ranks_of_block(destinations.block)
     most_tokens_first = np.argsort(-destinations.tokens, kind="stable")
-    while _sweep_items(state, destinations, ranks_of_block, most_tokens_first) >= least_benefit:
+    # The items of a row are searched again and again, so they are numbered such that they stand
+    # side by side in memory, those of most tokens first.
+    by_row = most_tokens_first[np.argsort(state.row_of[most_tokens_first], kind="stable")]
+    order = np.empty_like(by_row)
+    order[by_row] = np.arange(len(by_row))
+    order = order[most_tokens_first]
+    amounts = np.ascontiguousarray(state.amounts[:, np.append(by_row, len(by_row))])
+    renumbered = RowState(state.row_of[by_row], amounts, state.remaining)
+    destinations = destinations.chosen(by_row)
+    while _sweep_items(renumbered, destinations, ranks_of_block, order) >= least_benefit:
         pass
+    state.row_of[by_row] = renumbered.row_of
 
 
 def _ranks_of_block(block: Longs) -> Longs:
@@ -106,10 +125,12 @@ def _sweep_items(
     no_item = len(state.row_of)
     rows = state.remaining.shape[1]
     misplaced = _MisplacedItems(np.full(rows, no_item), np.empty(no_item, np.int64))
-    # Made once and overwritten for each item: making them takes longer than many a search.
-    outgoing = _empty_choices(COMPANIONS)
-    incoming = _empty_choices(MOST_PARTNERS + PARTNERS * PARTNERS)
-    return _swap_in_order(state, destinations, ranks_of_block, order, misplaced, outgoing, incoming)
+    scratch = _Scratch(
+        _empty_choices(COMPANIONS),
+        _empty_choices(MOST_PARTNERS + PARTNERS * PARTNERS),
+        _empty_choices(PARTNERS),
+    )
+    return _swap_in_order(state, destinations, ranks_of_block, order, misplaced, scratch)
 
 
 @compiled
@@ -130,8 +151,7 @@ def _swap_in_order(
     ranks_of_block: Longs,
     order: Longs,
     misplaced: _MisplacedItems,
-    outgoing: _SwapChoices,
-    incoming: _SwapChoices,
+    scratch: _Scratch,
 ) -> int:
     """The loops of `_sweep_items`: a leaf, because their work arrays are given."""
     ranks = len(destinations.node)
@@ -145,7 +165,7 @@ def _swap_in_order(
         source = state.row_of[item]
         if _is_in_block(destinations, item, source % ranks):
             continue
-        best = _best_swap(state, destinations, misplaced, ranks_of_block, item, outgoing, incoming)
+        best = _best_swap(state, destinations, misplaced, ranks_of_block, item, scratch)
         gain, goal, companion, partner, second = best
         if gain:
             benefit += gain
@@ -163,12 +183,13 @@ def _best_swap(
     misplaced: _MisplacedItems,
     ranks_of_block: Longs,
     item: int,
-    outgoing: _SwapChoices,
-    incoming: _SwapChoices,
+    scratch: _Scratch,
 ) -> tuple[int, int, int, int, int]:
     """(benefit, row, companion, partner, second partner) of an item's best swap with a row of its
     block; N stands for no companion and no second partner. Among swaps of equal benefit, it is the
     one of most similar cost, and then the first by row, partner, second partner and companion."""
+    outgoing = scratch.outgoing
+    incoming = scratch.incoming
     no_item = len(state.row_of)
     ranks = len(destinations.node)
     source = state.row_of[item]
@@ -196,7 +217,7 @@ def _best_swap(
             # the best one so far, whatever they are swapped for.
             least_gain = max(best_gain, 1) - max_out_gain
             in_count = _list_incoming(
-                state, destinations, misplaced, goal, source, least_gain, incoming
+                state, destinations, misplaced, goal, source, least_gain, scratch
             )
             source_slots = max(state.remaining[SLOTS, source], 0)
             source_cost = max(state.remaining[COST, source], 0)
@@ -271,10 +292,12 @@ def _list_incoming(
     goal: int,
     source: int,
     least_gain: int,
-    incoming: _SwapChoices,
+    scratch: _Scratch,
 ) -> int:
     """List the first misplaced items of row `goal`, alone and a few of them in pairs, whose move to
     row `source` gains at least `least_gain`; return how many choices there are."""
+    incoming = scratch.incoming
+    paired = scratch.paired
     no_item = len(state.row_of)
     ranks = len(destinations.node)
     source_rank = source % ranks
@@ -283,7 +306,6 @@ def _list_incoming(
     partners = 0
     partner = misplaced.first[goal]
     while partner != no_item and partners < MOST_PARTNERS:
-        partners += 1
         slots = state.amounts[SLOTS, partner]
         cost = state.amounts[COST, partner]
         partner_gain = _move_gain(destinations, partner, goal_rank, source_rank)
@@ -294,19 +316,23 @@ def _list_incoming(
             incoming.slots[choices] = slots
             incoming.cost[choices] = cost
             choices += 1
-        if partners < PARTNERS:
-            # Pairs with the items before it in the list, so that every pair is listed once.
-            second = misplaced.first[goal]
-            while second != partner:
-                gain = partner_gain + _move_gain(destinations, second, goal_rank, source_rank)
+        if partners < PARTNERS - 1:
+            # Pairs with the items before it in the list, so that every pair is listed once. What is
+            # known of these stands side by side: to follow the list again would take far longer.
+            for earlier in range(partners):
+                gain = partner_gain + paired.gain[earlier]
                 if gain >= least_gain:
                     incoming.first[choices] = partner
-                    incoming.second[choices] = second
+                    incoming.second[choices] = paired.first[earlier]
                     incoming.gain[choices] = gain
-                    incoming.slots[choices] = slots + state.amounts[SLOTS, second]
-                    incoming.cost[choices] = cost + state.amounts[COST, second]
+                    incoming.slots[choices] = slots + paired.slots[earlier]
+                    incoming.cost[choices] = cost + paired.cost[earlier]
                     choices += 1
-                second = misplaced.following[second]
+            paired.first[partners] = partner
+            paired.gain[partners] = partner_gain
+            paired.slots[partners] = slots
+            paired.cost[partners] = cost
+        partners += 1
         partner = misplaced.following[partner]
     return choices
 
