@@ -30,6 +30,9 @@ class Choice:
     # hundredth of the time, or 3.5 % of the phase's slots (`class_fill`) in no more time, because
     # it is more to compile.
     divisors: tuple[float, ...] = (1.25, 1.5, 1.8, 2.2, 2.7, 3.3, 4, 5.5, 8)
+    # Each further divisor is this many times the one before, down to rows of which a replica's mean
+    # load fills `rows_per_stage` for each stage.
+    next_divisor: float = 1.5
     class_worth: float = 0.99
     class_fill: float = 0.965
     # Among capacities of media whose times differ by no more than this factor, which is chance, the

@@ -244,7 +244,14 @@ class Trials:
         """Candidates with one more class than `capacities`, the first of which is replaced by
         `largest`."""
         round_up = self.inputs[name].alignment.round_up
-        shares = {round_up(int(largest / divisor)) for divisor in CHOICE.divisors}
+        divisors = list(CHOICE.divisors)
+        # Where the longest item is long and rare, even the last of these shares may be so large
+        # that a replica fills only a few such rows, and stages wait for each other.
+        row_load = self.load(name) // (CHOICE.rows_per_stage * self.config.stages)
+        least_share = round_up(max(row_load, 1))
+        while largest / (CHOICE.next_divisor * divisors[-1]) >= least_share:
+            divisors.append(CHOICE.next_divisor * divisors[-1])
+        shares = {round_up(int(largest / divisor)) for divisor in divisors}
         return [
             tuple(sorted({largest, *capacities[1:], share}, reverse=True))
             for share in sorted(shares - {largest, *capacities[1:]})

@@ -109,6 +109,27 @@ def test_where_the_longest_example_is_rare_rows_have_several_classes():
     assert cost(two_classes, batches) < 0.9 * cost(one_class, batches)
 
 
+def test_where_the_longest_example_is_far_longer_than_a_replica_holds_rows_are_still_full():
+    """A replica has about 370 tokens of a step, and the longest example of the data has 6,144: an
+    eighth of a row that holds that example would hold all of them twice."""
+    samples = [random_batch(seed) for seed in range(4)]
+    inputs = [
+        replace(
+            phase_inputs,
+            longest=64 * phase_inputs.longest,
+            config=PhaseConfig(row_classes=2),
+        )
+        for phase_inputs in sizing(2)
+    ]
+    config = PipelineConfig(stages=2, layout="chain")
+    made = choose_pipeline(samples, inputs, config, MODEL, TRAINED, 24)
+    largest, smaller = made.spec.phases["language"].capacities
+    assert largest >= 64 * LONGEST["language"]
+    assert smaller <= 3 * LONGEST["language"]
+    batches = [random_batch(100 + seed) for seed in range(3)]
+    assert np.mean([fill(made, batch)["language"] for batch in batches]) > 0.8
+
+
 def test_of_capacities_that_take_as_long_media_have_the_fullest():
     """Differences below a thousandth of the time are chance: media then take the fullest rows.
     Language rows take the fastest, because they decide which examples run together."""
