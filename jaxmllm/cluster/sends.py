@@ -25,6 +25,7 @@ from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.hlo import SENT
 
 if TYPE_CHECKING:
+    from jaxmllm.config.schema import Kept
     from jaxmllm.models.model_component import Component
     from jaxmllm.training.programs.base import ProgramName
     from jaxmllm.training.programs.phased import PhasedPrograms
@@ -375,6 +376,11 @@ class _ProgramSends:
             return returns or self.function == "language_states"
         return False
 
+    def _computes_again(self, name: Kept) -> bool:
+        """Whether `remat` makes the backward pass compute values of this name again."""
+        remat = self.settings.settings.remat
+        return remat == "full" if isinstance(remat, str) else name not in remat
+
     def _activation_sums(self) -> Iterator[Send]:
         """Sums over devices that split layers: of what a layer adds to its input, and of the
         gradients of the inputs of its products."""
@@ -392,8 +398,13 @@ class _ProgramSends:
         attentions = getattr(self.shapes, "attentions", 1)
         generates = self.phase in self.programs.generators
         reading += attentions - 1  # the queries of a second attention
-        again = attentions + generates if self.settings.settings.remat == "full" else 0
-        # `again`: the sums of attention, and of an MLP whose output a generator gates
+        # Sums that are computed again with the products that they follow: of attention, and of an
+        # MLP whose output is read again because it is gated, normed or scaled
+        reads_mlp = generates or any(
+            getattr(self.shapes, choice, False) for choice in ("post_norms", "layer_scale")
+        )
+        again = attentions * self._computes_again("projections")
+        again += reads_mlp * whole_mlps * self._computes_again("mlp")
         times = self.forward * (attentions + whole_mlps) * layers
         times += self.backward * layers * (reading + again)
         yield _send(layout, ALL_REDUCE, axes, size, times)

@@ -38,6 +38,27 @@ def test_programs_send_what_is_predicted(mesh, remat):
             assert_agrees(config, programs, name)
 
 
+def test_sums_over_tensor_are_added_again_with_the_products_that_remat_does_not_keep():
+    def sums(remat):
+        _, programs = tiny(mesh={"data": 2, "fsdp": 2, "tensor": 2}, remat=remat)
+        name = ProgramName("language_loss_and_grad", "language", 4096)
+        sends = program_sends(programs, name) or []
+        exact = (send for send in sends if not send.by_data)
+        return ring_bytes(exact)["all-reduce", ("tensor",)]
+
+    full, attention, projections, dots = map(
+        sums, ("full", ["attention"], ["attention", "projections"], "dots")
+    )
+    assert full == attention > projections == dots
+
+
+@pytest.mark.slow
+def test_a_program_that_keeps_attention_alone_sends_what_is_predicted():
+    config, programs = tiny(mesh={"data": 2, "fsdp": 2, "tensor": 2}, remat=["attention"])
+    name = ProgramName("language_loss_and_grad", "language", 4096)
+    assert_agrees(config, programs, name)
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_gradients_that_stay_whole_are_sent_once():
