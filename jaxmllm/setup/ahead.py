@@ -30,7 +30,10 @@ from sharding.mesh import make_mesh, whole_axis
 RAGGED = "ragged-all-to-all"
 HOPS = ("hop", "hop_back")
 # Functions that run once per run, or cost next to nothing
-OUTSIDE_STEPS = ("zero", "totals", "init", "stage_params", "to_saved", "from_saved", "add")
+OUTSIDE_STEPS = (
+    *("zero", "totals", "init", "stage_params", "to_saved", "from_saved", "add"),
+    "count_failed",
+)
 PRODUCTS = "__cublas"  # prefix of the targets that XLA calls for products of matrices
 
 

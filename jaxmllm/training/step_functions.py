@@ -435,10 +435,14 @@ class StepFunctions:
         grads: Params,
         sums: Sums,
         planned: Float[Array, ""],
-        failed: Int[Array, ""],
+        failed: Any,
     ) -> tuple[TrainState, dict[str, Array]]:
         """Apply the gradients unless something is not finite or no target (or patch) is left; count
-        the updates that were skipped."""
+        the updates that were skipped.
+
+        Args:
+          failed: a tree of counts, such as those of ranks, of items that could not be decoded.
+        """
         # An exact integer: float32 cannot tell 2^24 targets from one more.
         targets = sums.targets.astype(jnp.int32).sum()
         text_loss = sums.loss.sum() / jnp.maximum(targets, 1)
@@ -479,7 +483,7 @@ class StepFunctions:
             state.step + 1,
             state.skipped + ~usable,
             jnp.where(usable, 0, in_row),
-            state.failed_media + failed,
+            state.failed_media + sum_of_counts(failed),
             averages,
             expert_counts,
         )
@@ -560,6 +564,12 @@ class StepFunctions:
         )
         trained = self.model.deferred(trained)
         return trained if grads is None else self.model.summed(trained, grads), frozen
+
+
+def sum_of_counts(counts: Any) -> Int[Array, ""]:
+    """The sum of all entries of a tree of counts."""
+    leaves = jax.tree.leaves(counts)
+    return sum((leaf.sum(dtype=jnp.int32) for leaf in leaves), jnp.zeros((), jnp.int32))
 
 
 def _drawn_metrics(text_loss: Array, drawn: FlowSums) -> dict[str, Array]:

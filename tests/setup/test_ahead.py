@@ -25,6 +25,7 @@ from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.programs.base import ProgramName
 from sharding.mesh import make_mesh
 from tests.support import tiny_config
+from tests.training.drawing import drawing_config, make_pictures
 
 WHEELS = any(map(chips._installed, chips.CUDA_PLUGINS))
 NEEDS_WHEELS = pytest.mark.skipif(not WHEELS, reason="needs jaxmllm[ahead]")
@@ -113,6 +114,27 @@ def test_a_microbatch_gathers_what_it_computes_with_and_adds_gradients_within_sh
     (dtype,) = {transfer.dtype for transfer in program.transfers} - {"s32", "f32"} or {"f32"}
     assert gathered(program, dtype=dtype) == (2 * layers + head) * (0.5 if dtype == "bf16" else 1)
     assert (dtype == "bf16") == (chip != "cpu")  # XLA for CPUs sends no bfloat16
+
+
+def test_replicas_encode_without_waiting_for_each_other(data):
+    """Not even the number of undecodable items is added in a microbatch."""
+    _, results = checked(data, "cpu", {"encode"}, mesh={"data": 8})
+    assert {phase: program.transfers for (_, phase), program in results.items()} == {
+        "vision": (),
+        "audio": (),
+    }
+
+
+@pytest.mark.slow
+def test_replicas_draw_without_waiting_for_each_other(tmp_path):
+    make_pictures(tmp_path, shown=False)
+    config = parse_config(drawing_config(tmp_path, model__vision=None, mesh={"data": 8}))
+    programs, _ = plan_programs(config, prepare(config, target_mesh(config, CHIPS["cpu"], 8)))
+    drawing = [name for name in programs.jobs if name.subject == "diffusion"]
+    microbatches = [name for name in drawing if name.function in ("draw_loss_and_grad", "evaluate")]
+    assert len(microbatches) == 2
+    for name in microbatches:
+        assert check_job(config, programs, name, programs.jobs[name], CHIPS["cpu"]).transfers == ()
 
 
 @pytest.mark.slow

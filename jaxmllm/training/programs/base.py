@@ -209,8 +209,17 @@ class Programs(abc.ABC):
 
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step. Nothing here waits for the devices."""
-        gradients, sums, failed = self.gradients(state.params, batch, state.expert_counts)
+        gradients, sums, failed = self._uncounted_gradients(
+            state.params, batch, state.expert_counts
+        )
         return self._call("update")(state, gradients, sums, self._planned_targets(batch), failed)
+
+    def _uncounted_gradients(
+        self, params: Any, batch: Any, expert_counts: Any
+    ) -> tuple[Any, Sums, Any]:
+        """`gradients`, with undecodable items as `update` takes them: counts whose sum is their
+        number."""
+        return self.gradients(params, batch, expert_counts)
 
     def averaged(self, state: TrainState) -> Any:
         """Parameters to evaluate: running averages in place of the parameters that have them."""
@@ -221,6 +230,11 @@ class Programs(abc.ABC):
     def totals(self, sums: Sums) -> Sums:
         """Sums over the ranks: [N], complete on every host."""
         return self._call("totals")(sums)
+
+    @property
+    def _failed_shapes(self) -> Any:
+        """Shapes of the counts of undecodable items that `_uncounted_gradients` returns."""
+        return self._scalar_shape(np.int32)
 
     @property
     def whole_gradient_bytes(self) -> Mapping[str, int]:
@@ -299,7 +313,7 @@ class Programs(abc.ABC):
         the cast of averages to parameters."""
         sums = self._abstract_sums()
         failed = self._scalar_shape(np.int32)
-        arguments = (self.state, gradients, sums, self._scalar_shape(), failed)
+        arguments = (self.state, gradients, sums, self._scalar_shape(), self._failed_shapes)
         metrics = jax.tree.map(
             lambda leaf: self._replicated_shape(leaf.shape, leaf.dtype),
             jax.eval_shape(self.functions.update, *arguments)[1],

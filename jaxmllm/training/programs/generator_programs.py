@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -25,12 +25,21 @@ from jaxmllm.phases import LANGUAGE
 from jaxmllm.row_format import RowFormat
 from jaxmllm.training.generator_functions import GeneratorFunctions
 from jaxmllm.training.objectives.flow import FlowSums
-from jaxmllm.training.programs.base import Job, Jobs, ProgramName, Programs
+from jaxmllm.training.programs.base import Job, Jobs, ProgramName, Programs, zeros_job
 from jaxmllm.training.programs.exchange_programs import DeviceTables, ExchangePrograms
 from jaxmllm.training.programs.phase_functions import PhaseFunctions, phase_functions
-from jaxmllm.training.step_functions import KeptFeatures, KeptResiduals, Start
+from jaxmllm.training.step_functions import (
+    KeptFeatures,
+    KeptResiduals,
+    Start,
+    StepFunctions,
+    sum_of_counts,
+)
 from sharding.parameters import map_rows
 from sharding.rules import Layout
+
+COUNT_FAILED: Final = "count_failed"  # the program that adds the counts of all ranks
+Failed = dict[str, Any]  # counts [R] of items that could not be decoded, by phase and rank
 
 
 @dataclass(frozen=True)
@@ -57,13 +66,13 @@ class GeneratorPrograms(Programs):
         language_pools: list[TokenPool],
         gradients: Any,
         drawn: FlowSums | None,
-        failed: jax.Array,
-    ) -> tuple[Any, FlowSums | None, list[Start], list[jax.Array], jax.Array]:
+        failed: Failed,
+    ) -> tuple[Any, FlowSums | None, list[Start], list[jax.Array]]:
         """Run the decoder forward, then all generators forward and backward.
 
         Returns `gradients` and `drawn` plus those of generators; the start of the decoder's
-        backward pass, by microbatch; gradients of the states that generators read, by language
-        pool, or none if they would train nothing; and `failed` plus the undecodable items.
+        backward pass, by microbatch; and gradients of the states that generators read, by language
+        pool, or none if they would train nothing. Adds the undecodable items to `failed`.
         """
         host = batch.host
         states, starts = self._states(params, batch, language_pools, backward=True)
@@ -78,13 +87,13 @@ class GeneratorPrograms(Programs):
                 program = self._microbatch_program("draw_loss_and_grad", phase, host, m)
                 # If states have gradients, each replaces its state, which no other microbatch
                 # reads. So the rounds below carry gradients.
-                pools[pool], phase_grads, drawn, failed = program(
+                pools[pool], phase_grads, drawn, failed[phase] = program(
                     *(phase_params, rows, pools[pool], pool_offset),
-                    *(scale, phase_grads, drawn, failed),
+                    *(scale, phase_grads, drawn, failed[phase]),
                 )
             gradients |= phase_grads
         if not self.functions.trains_states:
-            return gradients, drawn, starts, [], failed
+            return gradients, drawn, starts, []
         d_states = [self._zeros(f"d_{LANGUAGE}") for _ in language_pools]
         # Rounds name pools from the encoders' side, see `_states`. After `pop`, only `pools` refers
         # to the pools of an owner, so they are freed once its rounds are delivered.
@@ -95,7 +104,7 @@ class GeneratorPrograms(Programs):
                 d_states[round_.target] = exchange.deliver_back(
                     self._call, pools[round_.source].tokens, d_states[round_.target], tables
                 )
-        return gradients, drawn, starts, d_states, failed
+        return gradients, drawn, starts, d_states
 
     def _evaluate_drawn(
         self,
@@ -103,9 +112,9 @@ class GeneratorPrograms(Programs):
         batch: DeviceStep,
         language_pools: list[TokenPool],
         drawn: FlowSums | None,
-        failed: jax.Array,
-    ) -> tuple[FlowSums | None, jax.Array]:
-        """`drawn` plus the sums of generators, and `failed` plus the undecodable items."""
+        failed: Failed,
+    ) -> FlowSums | None:
+        """`drawn` plus the sums of generators. Adds the undecodable items to `failed`."""
         host = batch.host
         states, _ = self._states(params, batch, language_pools, backward=False)
         for phase in self.generators:
@@ -115,8 +124,10 @@ class GeneratorPrograms(Programs):
                 pool = pools[host.pools[phase][m]]
                 pool_offset = np.int32(host.pool_offsets[phase][m])
                 program = self._microbatch_program("evaluate", phase, host, m)
-                drawn, failed = program(phase_params, rows, pool, pool_offset, drawn, failed)
-        return drawn, failed
+                drawn, failed[phase] = program(
+                    phase_params, rows, pool, pool_offset, drawn, failed[phase]
+                )
+        return drawn
 
     def _states(
         self, params: Any, batch: DeviceStep, language_pools: list[TokenPool], backward: bool
@@ -149,7 +160,8 @@ class GeneratorPrograms(Programs):
         grads = self._grads_of(self.accumulators, phase)
         pool = self.pools[self.exchange_owner[phase]]
         drawn = self._abstract_sums().drawn
-        pool_offset = failed = self._scalar_shape(np.int32)
+        pool_offset = self._scalar_shape(np.int32)
+        failed = self._abstract_failed[phase]
         spec = self.spec.phases[phase]
         jobs: Jobs = {}
         for row_class in spec.classes:
@@ -163,7 +175,9 @@ class GeneratorPrograms(Programs):
             by_device = GeneratorFunctions(functions.by_device(phase), phase)
             jobs[ProgramName("draw_loss_and_grad", phase, *row_class)] = Job(
                 _with_failed_count(
-                    map_rows(layout, by_device.draw_loss_and_grad, arguments, results)
+                    functions,
+                    phase,
+                    map_rows(layout, by_device.draw_loss_and_grad, arguments, results),
                 ),
                 (*arguments, failed),
                 (*results, failed),
@@ -173,7 +187,9 @@ class GeneratorPrograms(Programs):
             evaluate = GeneratorFunctions(functions, phase).evaluate
             jobs[ProgramName("evaluate", phase, *row_class)] = Job(
                 # The default binds this class's `evaluate`: jobs are traced after the loop.
-                _with_failed_count(lambda *given, evaluate=evaluate: (evaluate(*given),)),
+                _with_failed_count(
+                    functions, phase, lambda *given, evaluate=evaluate: (evaluate(*given),)
+                ),
                 (*given, failed),
                 (drawn, failed),
                 (4,),
@@ -198,6 +214,35 @@ class GeneratorPrograms(Programs):
             guided,
             crossed=phase in self.attention.crossed,
         )
+
+    # ------------------------------------------------------------------ undecodable items
+
+    # Counts stay by rank until a step's microbatches are done, so that in none of them replicas
+    # wait for one another.
+
+    @property
+    def _abstract_failed(self) -> Failed:
+        """Shapes of the counts of undecodable items."""
+        layouts = {phase: self.layouts[phase] for phase in (*self.encoders, *self.generators)}
+        return {
+            phase: jax.ShapeDtypeStruct((layout.ranks,), np.int32, sharding=layout.rows)
+            for phase, layout in layouts.items()
+        }
+
+    def _none_failed(self) -> Failed:
+        """Zeroed counts, which microbatches replace by their own."""
+        return dict(self._zeros("failed")) if self._abstract_failed else {}
+
+    def _failed_jobs(self) -> Jobs:
+        """Zeroed counts, if there are any; and the program that adds all of them to a number."""
+        counts = self._abstract_failed
+        number = self._scalar_shape(np.int32)
+        jobs: Jobs = {
+            ProgramName(COUNT_FAILED): Job(
+                lambda number, counts: number + sum_of_counts(counts), (number, counts), number
+            )
+        }
+        return jobs | ({ProgramName("zero", "failed"): zeros_job(counts)} if counts else {})
 
     # ------------------------------------------------------------------ of all phases
 
@@ -254,13 +299,15 @@ def start_from(rows: Any, kept: Any) -> Start:
     return kept if isinstance(kept, KeptFeatures) else KeptResiduals(rows, kept)
 
 
-def _with_failed_count(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """`function` (params, rows, ...) with one more argument and result, the number of items that
-    could not be decoded, to which it adds those of the rows."""
+def _with_failed_count(
+    functions: StepFunctions, phase: str, function: Callable[..., tuple[Any, ...]]
+) -> Callable[..., tuple[Any, ...]]:
+    """`function` (params, rows, ...) with one more argument and result, the numbers of items by
+    rank that could not be decoded, to which it adds those of the rows."""
 
     def counting(params: Any, rows: GeneratorRows, *rest: Any) -> tuple[Any, ...]:
         *arguments, failed = rest
-        counted = failed + rows.failed.sum(dtype=failed.dtype)
+        counted = functions.added(phase, failed, rows.failed)
         return *function(params, rows, *arguments), counted
 
     return counting

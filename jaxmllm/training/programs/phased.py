@@ -50,7 +50,9 @@ from jaxmllm.training.objectives.tokens import Sums
 from jaxmllm.training.programs.base import TOKENS, Evaluated, Job, Jobs, ProgramName, zeros_job
 from jaxmllm.training.programs.exchange_programs import ExchangePrograms
 from jaxmllm.training.programs.generator_programs import (
+    COUNT_FAILED,
     DeviceStep,
+    Failed,
     GeneratorPrograms,
     start_from,
 )
@@ -76,7 +78,7 @@ class PhaseBuffers(NamedTuple):
     d_pool: jax.Array | None
     gradients: Any  # of the phase's trainable components
     sums: Sums | FlowSums | None  # of the decoder, or of a generator
-    failed: jax.Array
+    failed: Failed
     # Start of the backward pass, for a phase whose result another phase reads
     saved: Any = None
 
@@ -119,9 +121,15 @@ class PhasedPrograms(GeneratorPrograms):
         Args:
           expert_counts: with experts, `TrainState.expert_counts`; None stands for zeros.
         """
+        gradients, sums, failed = self._uncounted_gradients(params, batch, expert_counts)
+        return gradients, sums, self._call(COUNT_FAILED)(np.int32(0), failed)
+
+    def _uncounted_gradients(
+        self, params: Any, batch: DeviceStep, expert_counts: Any
+    ) -> tuple[Any, Sums, Failed]:
         host = batch.host
         pools, saved_for_backward, failed = self._encode(
-            params, batch, self._zeros("failed"), backward=True
+            params, batch, self._none_failed(), backward=True
         )
         gradients = self._zeros("gradients")
         # The decoder's programs take sums without `drawn`, to which only generators' programs add.
@@ -130,7 +138,7 @@ class PhasedPrograms(GeneratorPrograms):
         d_states: list[jax.Array] = []
         starts: list[Start] = list(batch.rows[LANGUAGE])
         if self.generators:
-            gradients, drawn, starts, d_states, failed = self._draw(
+            gradients, drawn, starts, d_states = self._draw(
                 params, batch, pools, gradients, drawn, failed
             )
         if self.functions_of(LANGUAGE).backward:
@@ -166,30 +174,38 @@ class PhasedPrograms(GeneratorPrograms):
     ) -> Evaluated:
         """Add the totals of a batch to those of earlier batches (None: zeros)."""
         host = batch.host
-        sums, failed = evaluated or self._nothing_evaluated()
+        sums, number = evaluated or self._nothing_evaluated()
         # The decoder's programs take sums without `drawn`, to which only generators' programs add.
         sums, drawn = sums._replace(drawn=None), sums.drawn
-        pools, _, failed = self._encode(params, batch, failed, backward=False)
+        pools, _, failed = self._encode(params, batch, self._none_failed(), backward=False)
         phase_params = self._params_of(params, LANGUAGE)
         for m, rows in enumerate(batch.rows[LANGUAGE] if self.functions.learns_text else ()):
             pool = pools[host.pools[LANGUAGE][m]]
             program = self._microbatch_program("evaluate", LANGUAGE, host, m)
             sums = program(phase_params, rows, pool, sums)
         if self.generators:
-            drawn, failed = self._evaluate_drawn(params, batch, pools, drawn, failed)
-        return Evaluated(sums._replace(drawn=drawn), failed)
+            drawn = self._evaluate_drawn(params, batch, pools, drawn, failed)
+        return Evaluated(sums._replace(drawn=drawn), self._call(COUNT_FAILED)(number, failed))
+
+    def _nothing_evaluated(self) -> Evaluated:
+        number = self._call(COUNT_FAILED)(np.int32(0), self._none_failed())
+        return Evaluated(self._zeros("sums"), number)
+
+    @property
+    def _failed_shapes(self) -> Failed:
+        return self._abstract_failed
 
     def media_pools(self, params: Any, batch: DeviceStep) -> list[TokenPool]:
         """The language pools of a batch, with all media tokens."""
-        return self._encode(params, batch, self._zeros("failed"), backward=False)[0]
+        return self._encode(params, batch, self._none_failed(), backward=False)[0]
 
     def _encode(
         self,
         params: Any,
         batch: DeviceStep,
-        failed: jax.Array,
+        failed: Failed,
         backward: bool,
-    ) -> tuple[list[TokenPool], dict[str, list[Start]], jax.Array]:
+    ) -> tuple[list[TokenPool], dict[str, list[Start]], Failed]:
         """Encode all media and deliver their tokens.
 
         Returns the language pools with all media tokens; the start of every microbatch's backward
@@ -207,8 +223,8 @@ class PhasedPrograms(GeneratorPrograms):
                 pool = host.pools[phase][m]
                 pool_offset = np.int32(host.pool_offsets[phase][m])
                 program = self._microbatch_program("encode", phase, host, m)
-                pools[pool], kept, failed = program(
-                    phase_params, rows, pools[pool], pool_offset, failed
+                pools[pool], kept, failed[phase] = program(
+                    phase_params, rows, pools[pool], pool_offset, failed[phase]
                 )
                 start = self.start_of(phase, m, rows, kept) if backward else rows
                 saved_for_backward[phase].append(start)
@@ -333,7 +349,7 @@ class PhasedPrograms(GeneratorPrograms):
             d_pool=self._zeros(f"d_{owner}") if returns else None,
             gradients=self._grads_of(self._zeros("gradients"), phase),
             sums=phase_sums,
-            failed=self._zeros("failed"),
+            failed=self._none_failed(),
         )
 
     def forward(
@@ -355,12 +371,13 @@ class PhasedPrograms(GeneratorPrograms):
         # The pool serves this microbatch alone, so pool offsets are 0.
         inputs = self._params_of(params, phase), rows, buffers.pool
         if phase in self.encoders:
-            pool, kept, failed = program(*inputs, np.int32(0), buffers.failed)
+            pool, kept, counts = program(*inputs, np.int32(0), buffers.failed[phase])
+            failed = buffers.failed | {phase: counts}
             saved = self.start_of(phase, microbatch, rows, kept)
             return buffers._replace(pool=pool, failed=failed, saved=saved)
         if phase in self.generators:
-            drawn, failed = program(*inputs, np.int32(0), buffers.sums, buffers.failed)
-            return buffers._replace(sums=drawn, failed=failed)
+            drawn, counts = program(*inputs, np.int32(0), buffers.sums, buffers.failed[phase])
+            return buffers._replace(sums=drawn, failed=buffers.failed | {phase: counts})
         if names.forward:
             pool, kept = program(*inputs)
             return buffers._replace(pool=pool, saved=self.start_of(phase, microbatch, rows, kept))
@@ -383,9 +400,10 @@ class PhasedPrograms(GeneratorPrograms):
             return buffers._replace(gradients=gradients)
         scale = np.asarray(1e-6, self._real_dtype)  # any value: these passes are only timed
         if phase in self.generators:
-            pool, gradients, sums, failed = program(
-                *(*inputs, buffers.pool, first_slot, scale, gradients, sums, buffers.failed)
+            pool, gradients, sums, counts = program(
+                *(*inputs, buffers.pool, first_slot, scale, gradients, sums, buffers.failed[phase])
             )
+            failed = buffers.failed | {phase: counts}
             return buffers._replace(pool=pool, gradients=gradients, sums=sums, failed=failed)
         d_states = [] if buffers.d_pool is None else [buffers.d_pool]
         routing = self._routing_inputs({TOKENS: 1})
@@ -418,7 +436,7 @@ class PhasedPrograms(GeneratorPrograms):
         self.accumulators = self._gradient_sums.abstract
 
     def _jobs(self, formats: Mapping[str, RowFormat]) -> Jobs:
-        jobs = self._common_jobs(self.trained) | self._gradient_sums.jobs()
+        jobs = self._common_jobs(self.trained) | self._gradient_sums.jobs() | self._failed_jobs()
         jobs |= self._language_jobs()
         for exchange in self._exchange_programs.values():
             jobs |= exchange.jobs()
@@ -486,7 +504,8 @@ class PhasedPrograms(GeneratorPrograms):
         params = self._params_of(self.params, phase)
         grads = self._grads_of(self.accumulators, phase)
         pool = self.pools[self.exchange_owner[phase]]
-        pool_offset = failed = self._scalar_shape(np.int32)
+        pool_offset = self._scalar_shape(np.int32)
+        failed = self._abstract_failed[phase]
         windows = phase in self.functions.model.config.windows
         names = self.functions_of(phase)
         jobs: Jobs = {}
@@ -510,7 +529,10 @@ class PhasedPrograms(GeneratorPrograms):
                 if names.backward:
                     starts = [start_from(rows, kept)]
             jobs[ProgramName(names.forward, phase, *row_class)] = Job(
-                encode, arguments, (pool, kept, failed), donated=(2,)
+                _counting_by_rank(functions, phase, encode),
+                arguments,
+                (pool, kept, failed),
+                donated=(2,),
             )
             for start in starts:
                 # `pool.tokens` gives the shape of the pool of gradients. In code of one device,
@@ -590,6 +612,22 @@ def _encoder_forward(
         features = jax.ShapeDtypeStruct(features.shape, features.dtype, sharding=sharding)
         kept = KeptFeatures(features, rows.places)
     return encode, kept
+
+
+def _counting_by_rank(
+    functions: StepFunctions, phase: str, encode: Callable[..., tuple[TokenPool, Any, Any]]
+) -> Callable[..., tuple[TokenPool, Any, Any]]:
+    """`encode` with counts by rank [R] of items that could not be decoded, in place of one count of
+    all ranks, for which all devices would wait for one another in every microbatch."""
+
+    def counting(
+        params: Any, rows: EncoderRows, pool: TokenPool, pool_offset: Any, failed: Any
+    ) -> tuple[TokenPool, Any, Any]:
+        # Nothing reads the count of all ranks, so XLA leaves it out.
+        pool, kept, _ = encode(params, rows, pool, pool_offset, np.int32(0))
+        return pool, kept, functions.added(phase, failed, rows.failed)
+
+    return counting
 
 
 def _encoder_keeping_residuals(

@@ -18,7 +18,7 @@ import numpy as np
 from jaxmllm.data.rows.masks import Row
 from jaxmllm.row_format import RowFormat
 from jaxmllm.training.generator_functions import GeneratorFunctions
-from jaxmllm.training.programs.base import Job, Jobs, ProgramName, zeros_job
+from jaxmllm.training.programs.base import Job, Jobs, ProgramName
 from jaxmllm.training.programs.generator_programs import DeviceStep
 from jaxmllm.training.programs.phased import PhasedPrograms
 
@@ -47,7 +47,7 @@ class SamplingPrograms(PhasedPrograms):
         # Programs are compiled for arrays of this type; a Python number could become another one.
         time_arrays = [np.asarray(time, self._real_dtype) for time in times]
         strength = np.asarray(guidance, self._real_dtype)
-        pools, _, _ = self._encode(params, batch, self._zeros("failed"), backward=False)
+        pools, _, _ = self._encode(params, batch, self._none_failed(), backward=False)
         states, _ = self._states(params, batch, pools, backward=False)
         # The states are delivered; nothing reads the language pools while items are drawn.
         del pools
@@ -66,8 +66,7 @@ class SamplingPrograms(PhasedPrograms):
                 yield host.rows[phase][m], jax.device_get(patches)
 
     def _jobs(self, formats: Mapping[str, RowFormat]) -> Jobs:
-        jobs: Jobs = {ProgramName("zero", "failed"): zeros_job(self._scalar_shape(np.int32))}
-        jobs |= self._language_jobs()
+        jobs = self._failed_jobs() | self._language_jobs()
         for exchange in self._exchange_programs.values():
             jobs |= exchange.jobs()
         for phase in self.encoders:
