@@ -508,31 +508,16 @@ class PackedModel(nn.Module):
         x = halved(self.second, halved(self.first, frames, halves), starts_chunk)
         frequency = frequencies(config.head_size // 2, config.rope_theta)
         angles = torch.from_numpy((positions[:, None] * frequency).astype(np.float32))
-        # No token sees the padding inside a clip, not even another padding token, so padding goes
-        # through the layers without attention to anything
+        # Padding inside a clip is left out, and the projector reads zeros in its place.
         is_real = np.concatenate(
             [np.arange(len(i.features) // STRIDE) * STRIDE < i.real for i in items]
         )
         segments = Segments([-(-item.real // STRIDE) for item in items], False, self.gathers)
         if is_real.all():
             return self.towers["audio"](x, segments, angles)
-        tower = self.towers["audio"]
         real_indices = torch.from_numpy(np.flatnonzero(is_real))
-        real_output = tower(x[real_indices], segments, angles[real_indices])
-        padding_indices = torch.from_numpy(np.flatnonzero(~is_real))
-        padding_output = tower(x[padding_indices], Unseen(), angles[padding_indices])
-        output = torch.zeros_like(x).index_copy(0, real_indices, real_output)
-        return output.index_copy(0, padding_indices, padding_output)
-
-
-class Unseen(Segments):
-    """Tokens that see nothing: their attention is zero."""
-
-    def __init__(self) -> None:
-        pass
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.zeros_like(q)
+        real_output = self.towers["audio"](x[real_indices], segments, angles[real_indices])
+        return torch.zeros_like(x).index_copy(0, real_indices, real_output)
 
 
 def halved(project: nn.Linear, x: Tensor, first: Tensor) -> Tensor:
