@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from benchmarks import peer_torch
-from benchmarks.peers.examples import KeptCorpus
+from benchmarks.peers.examples import Item, KeptCorpus
 from jaxmllm.setup.prepare import prepare
 from sharding.mesh import make_mesh
 from tests.support import needs
@@ -128,6 +129,36 @@ def test_a_given_micro_batch_is_timed_like_those_that_are_tried(monkeypatch):
     monkeypatch.setattr(Stepper, "__call__", lambda *_, updates: {"seconds": next(seconds)})
     stepper = Stepper()
     assert stepper.tune([0] * 8, 4) == 2.0 and stepper.size == 4
+
+
+@needs("torch", "transformers")
+def test_the_packed_peer_reads_zeros_behind_the_end_of_a_clip():
+    """As our model does (models/mllm.py): gradients through norms of padding would explode."""
+    import torch
+
+    from benchmarks.peers.torch_steps import STRIDE, PackedModel
+
+    frames = 4 * STRIDE
+    clip = Item(
+        phase="audio",
+        slot=0,
+        tokens=2,
+        real=2 * STRIDE + 1,
+        features=np.ones((frames, 8), np.float32),
+        positions=np.arange(frames)[:, None] // STRIDE,
+        shape=(frames, 1, 1),
+    )
+    model = SimpleNamespace(
+        config=SimpleNamespace(
+            audio=SimpleNamespace(chunk_frames=32, head_size=4, rope_theta=10_000.0)
+        ),
+        first=torch.nn.Linear(3 * 8, 6),
+        second=torch.nn.Linear(3 * 6, 6),
+        towers={"audio": lambda x, segments, angles: torch.ones_like(x)},
+        gathers=False,
+    )
+    output = PackedModel._audio(model, [clip])
+    assert output[:, 0].tolist() == [1.0, 1.0, 1.0, 0.0]
 
 
 @pytest.mark.slow
