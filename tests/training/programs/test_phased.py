@@ -394,7 +394,8 @@ def test_timed_microbatches_keep_what_those_of_a_step_keep(monkeypatch):
     _, programs = tiny(mesh={"data": 1}, devices=1, kept=kept)
     encode = lambda params, rows, pool, slot, failed: (pool, "residuals", failed)  # noqa: E731
     monkeypatch.setattr(programs, "_call", lambda *name: encode)
-    buffers = PhaseBuffers(pool=None, d_pool=None, gradients=None, sums=None, failed=None)
+    failed = dict.fromkeys(programs.encoders)
+    buffers = PhaseBuffers(pool=None, d_pool=None, gradients=None, sums=None, failed=failed)
     for phase, microbatches in (("vision", 1), ("audio", 0)):
         for microbatch in range(2):
             arguments = phase, programs.params, "rows", RowClass(16384, 1), buffers, microbatch
