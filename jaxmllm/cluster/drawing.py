@@ -91,12 +91,6 @@ def mean_share() -> float:
     return sum(1 / share for share in SHARES) / len(SHARES)
 
 
-def carried_width(model: ModelConfig, phase: str) -> int:
-    """Numbers of a slot that stages carry from layer to layer: `ModelConfig.carried_width`, and the
-    conditions that the second attention of a generator reads."""
-    return model.carried_width(phase) * getattr(getattr(model, phase), "attentions", 1)
-
-
 def drawing_of(model: ModelConfig, phase: str) -> Drawing | None:
     """The `Drawing` of a phase; none where the phase draws nothing."""
     return Drawing(getattr(model, phase)) if phase in model.generators else None

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from jaxmllm.balance.costs.kept_values import further_widths, named_values
-from jaxmllm.cluster.drawing import carried_width
 from jaxmllm.cluster.mixtures import Mixture, mixture_of
 from jaxmllm.cluster.sends import BACKWARD, FROM_RESIDUALS, SUM_BYTES, WIDE_PARTS
 from jaxmllm.config.schema import ADAPTER, PROJECTOR, AudioConfig
@@ -247,10 +246,9 @@ class PhaseProgram:
         """Bytes that a pipeline takes, before there is a schedule: its largest operation, what a
         chunk keeps, both in its box and outside of it, and the inputs of microbatches in flight.
         What is carried with the input of a layer is kept with it."""
-        carried = self.slots * carried_width(self.model.config, self.phase)
-        beside = carried - self.slots * self.width
+        beside = self.slots * self.model.config.carried_beside(self.phase)
         kept = self.kept + self.shapes.layers * beside
-        in_flight = IN_FLIGHT * stages * carried
+        in_flight = IN_FLIGHT * stages * (self.slots * self.width + beside)
         return round(max(self.staged().values()) + 2 * kept / stages + in_flight)
 
     @property

@@ -24,7 +24,7 @@ from jaxmllm.balance.records import BatchItems, PipelineRun, RowClass, StepPlan
 from jaxmllm.cluster.clusters import ALL_REDUCE
 from jaxmllm.cluster.collectives import devices_along
 from jaxmllm.cluster.device_seconds import ACCUMULATED_BYTES, Device, stored_bytes
-from jaxmllm.cluster.drawing import carried_width, drawing_of
+from jaxmllm.cluster.drawing import drawing_of
 from jaxmllm.cluster.mixtures import Mixture, mixture_of
 from jaxmllm.cluster.network import Network
 from jaxmllm.cluster.phase_seconds import Worked, resolved_model, row_squares
@@ -385,7 +385,7 @@ def _edge_sends(programs: StagedPrograms) -> Iterator[list[Send]]:
             itemsize = model.components[LANGUAGE].dtype.itemsize
         else:
             slots = shapes.stem_stride * model.layout(phase).parts
-            width = carried_width(model.config, phase)
+            width = shapes.width + model.config.carried_beside(phase)
             itemsize = model.components[phase].dtype.itemsize
         of_slot = width / slots * itemsize
         yield [

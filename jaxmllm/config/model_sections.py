@@ -217,6 +217,15 @@ class ModelConfig(Section):
         width: int = section.width
         return width
 
+    def carried_beside(self, phase: str) -> int:
+        """Numbers of a slot that stages carry beside the states of the layers: features for
+        deepstack, and the conditions that the second attention of a generator reads."""
+        section = getattr(self, phase)
+        if isinstance(section, DiffusionConfig):
+            return (section.attentions - 1) * section.width
+        width: int = section.width
+        return self.carried_width(phase) - width
+
     @property
     def tower_sources(self) -> dict[str, str]:
         """Folder of the published model that a component is read from, by component: encoders,

@@ -123,7 +123,7 @@ def kept_forwards(
     slots = capacity / model.layout(phase).parts / shapes.stem_stride
     values = layers * _kept_values(shapes, getattr(config.components, phase).remat)
     # The output of the chunk, and what is carried along with the input of each of its layers
-    values += config.model.carried_width(phase) + layers * _beside(config, phase)
+    values += config.model.carried_width(phase) + layers * config.model.carried_beside(phase)
     fitting = room / (slots * values * _itemsize(config, phase))
     return 1 << int(math.log2(fitting)) if fitting >= 1 else 0
 
@@ -247,7 +247,7 @@ def slot_bytes(config: Config, phase: str) -> float:
         if in_flight == "auto":
             in_flight = CHOICE.per_stage * config.pipeline.stages
         # Inputs of chunks and gradients of their outputs
-        values += 2 * in_flight * (shapes.width + _beside(config, phase))
+        values += 2 * in_flight * (shapes.width + config.model.carried_beside(phase))
     return kept_bytes(config, phase) + float(values * _itemsize(config, phase))
 
 
@@ -257,20 +257,11 @@ def kept_bytes(config: Config, phase: str) -> float:
     layers = _stage_layers(config, shapes.layers)
     values = _kept_values(shapes, getattr(config.components, phase).remat)
     if config.pipeline.stages > 1:
-        values += _beside(config, phase)
+        values += config.model.carried_beside(phase)
         forwards = config.pipeline.kept_residuals
         # What `auto` keeps has a share of memory of its own: `kept_forwards`
         layers *= 1 if forwards == "auto" else 1 + forwards
     return layers * values * _itemsize(config, phase) / shapes.stem_stride
-
-
-def _beside(config: Config, phase: str) -> int:
-    """Numbers per slot that are carried through stages along with inputs and outputs of layers."""
-    shapes = getattr(config.model, phase)
-    if isinstance(shapes, DiffusionConfig):  # conditions that a second attention reads
-        return shapes.width if shapes.conditioning == "cross" else 0
-    width: int = getattr(config.model, phase).width
-    return config.model.carried_width(phase) - width
 
 
 def _stage_layers(config: Config, layers: int) -> int:

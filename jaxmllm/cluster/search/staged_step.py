@@ -16,7 +16,6 @@ from jaxmllm.balance.stages.plan import plan_pipeline
 from jaxmllm.balance.stages.sizes import PipelineSizes
 from jaxmllm.cluster.device_peak import programs_peak
 from jaxmllm.cluster.device_seconds import Device
-from jaxmllm.cluster.drawing import carried_width
 from jaxmllm.cluster.network import Network
 from jaxmllm.cluster.search.chosen_config import with_rows
 from jaxmllm.cluster.search.even_step import EvenRows
@@ -71,8 +70,10 @@ def in_stages(
 def _edge_send(model: MLLM, phase: str, capacity: int, stages: int, ticks: int) -> Send:
     """The send of a phase over one edge, in `ticks` ticks: rows of the width that layers carry."""
     slots = capacity / model.layout(phase).parts
-    slots /= getattr(model.config, phase).stem_stride
-    row = slots * carried_width(model.config, phase) * model.components[phase].dtype.itemsize
+    shapes = getattr(model.config, phase)
+    slots /= shapes.stem_stride
+    width = shapes.width + model.config.carried_beside(phase)
+    row = slots * width * model.components[phase].dtype.itemsize
     return Send(PERMUTE, (STAGE,), stages, row, ticks)
 
 

@@ -50,16 +50,9 @@ def check_wave(file: Stream, media: MediaReference) -> None:
     (the bytes after it are no chunk, so they may be sound), joined_audio (another clip follows).
     """
     size = size_of(file)
-    order: Literal["big", "little"] = "big" if read(file, 0, 4) == b"RIFX" else "little"
-    position = 12
+    order = _byte_order(file)
     stored_64 = None
-    for _ in range(_MAX_CHUNKS):
-        head = read(file, position, 8)
-        if len(head) < 8:
-            return
-        name = head[:4]
-        chunk_size = int.from_bytes(head[4:], order)
-        begin = position + 8
+    for name, begin, chunk_size in _wave_chunks(file):
         if name == b"ds64":
             # RF64: first the size of the file, then that of the samples, in 64 bits each
             stored_64 = int.from_bytes(read(file, begin + 8, 8), "little")
@@ -77,9 +70,27 @@ def check_wave(file: Stream, media: MediaReference) -> None:
                 )
             _check_after_data(file, begin + chunk_size, size, order, media)
             return
+    # The file has no samples: libsndfile reports that.
+
+
+def _byte_order(file: Stream) -> Literal["big", "little"]:
+    """Byte order of the numbers in a WAV file."""
+    return "big" if read(file, 0, 4) == b"RIFX" else "little"
+
+
+def _wave_chunks(file: Stream) -> Iterator[tuple[bytes, int, int]]:
+    """(name, first byte, size as the header states it) of the first chunks of a WAV file."""
+    order = _byte_order(file)
+    position = 12
+    for _ in range(_MAX_CHUNKS):
+        head = read(file, position, 8)
+        if len(head) < 8:
+            return
+        chunk_size = int.from_bytes(head[4:], order)
+        begin = position + 8
+        yield head[:4], begin, chunk_size
         # A chunk of odd size is followed by one byte of padding.
         position = begin + chunk_size + chunk_size % 2
-    # The file has no samples: libsndfile reports that.
 
 
 def wave_filling(file: Stream, decoded: int) -> int:
@@ -90,19 +101,16 @@ def wave_filling(file: Stream, decoded: int) -> int:
     take a block or more, nor where it is the number of all samples divided by that of the channels,
     which libsndfile writes for IMA ADPCM.
     """
-    order: Literal["big", "little"] = "big" if read(file, 0, 4) == b"RIFX" else "little"
-    contents = {}
-    position = 12
-    for _ in range(_MAX_CHUNKS):
-        head = read(file, position, 8 + 20)
-        name = head[:4]
-        if len(head) < 8 or name == b"data":
+    order = _byte_order(file)
+    layout = b""
+    stored = 0
+    for name, begin, _ in _wave_chunks(file):
+        if name == b"data":
             break
-        contents[name] = head[8:]
-        chunk_size = int.from_bytes(head[4:8], order)
-        position += 8 + chunk_size + chunk_size % 2
-    layout = contents.get(b"fmt ", b"")
-    stored = int.from_bytes(contents.get(b"fact", b"")[:4], order)
+        if name == b"fmt ":
+            layout = read(file, begin, 20)
+        elif name == b"fact":
+            stored = int.from_bytes(read(file, begin, 4), order)
     code, channels, block = (
         int.from_bytes(layout[place : place + 2], order) for place in (0, 2, 18)
     )
