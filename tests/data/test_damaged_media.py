@@ -98,6 +98,11 @@ def then(tail: bytes) -> Change:
     return lambda content: content + tail
 
 
+def again_behind(tags: bytes) -> Change:
+    """The same clip follows behind tags."""
+    return lambda content: content + tags + content
+
+
 def put(mark: bytes, offset: int, form: str, value: int) -> Change:
     """Writes a number `offset` bytes after a mark."""
 
@@ -188,22 +193,22 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "mp3 joined to itself": ("mp3", twice, "joined_audio"),
     "mp3 joined to one behind tags": (
         "mp3",
-        lambda content: content + ID3 + content,
+        again_behind(ID3),
         "joined_audio",
     ),
     "mp3 joined to one behind an old tag": (
         "mp3",
-        lambda content: content + b"TAG" + bytes(125) + content,
+        again_behind(OLD_TAG),
         "joined_audio",
     ),
     "mp3 joined to one behind lyrics": (
         "mp3",
-        lambda content: content + LYRICS + content,
+        again_behind(LYRICS),
         "joined_audio",
     ),
     "mp3 joined to one behind lyrics and an old tag": (
         "mp3",
-        lambda content: content + SIZED_LYRICS + OLD_TAG + content,
+        again_behind(SIZED_LYRICS + OLD_TAG),
         "joined_audio",
     ),
     "mp3 joined to one that stores no length": ("mp3", and_("bare.mp3"), "wrong_audio_length"),
@@ -215,22 +220,22 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     ),
     "mp3 without a stored length, joined behind tags": (
         "bare.mp3",
-        lambda content: content + ID3 + content,
+        again_behind(ID3),
         "joined_audio",
     ),
     "mp3 without a stored length, joined behind tags of two kinds": (
         "bare.mp3",
-        lambda content: content + b"TAG" + bytes(125) + ID3 + content,
+        again_behind(OLD_TAG + ID3),
         "joined_audio",
     ),
     "mp3 without a stored length, joined behind lyrics": (
         "bare.mp3",
-        lambda content: content + SIZED_LYRICS + content,
+        again_behind(SIZED_LYRICS),
         "joined_audio",
     ),
     "mp3 without a stored length, joined behind lyrics and an old tag": (
         "bare.mp3",
-        lambda content: content + LYRICS + OLD_TAG + content,
+        again_behind(LYRICS + OLD_TAG),
         "joined_audio",
     ),
     "mp3 without a stored length, then something else": (
