@@ -10,7 +10,7 @@ prepared_pictures.py describes the arrays of pictures and videos, prepared_clips
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -105,61 +105,26 @@ class PreparedTexts:
         arrays = read_arrays(path)
         if TYPES_IN_GEMMA in arrays:
             arrays[TYPES] = arrays.pop(TYPES_IN_GEMMA)
-        encoders = () if config is None else config.model.encoders
-        known = [*ARGUMENTS, *(name for encoder in encoders for name in MEDIA[encoder][0])]
-        # Token ids mark the media of an encoder; where a kind has none, `TYPES` does.
-        if config is not None and any(
-            kind not in placeholders
-            for encoder in encoders
-            for kind in _kinds_read(config.model, encoder)
-        ):
-            known.append(TYPES)
-        if "input_ids" not in arrays or not arrays.keys() <= {*known}:
-            raise ConfigError(
-                f"{path} holds {', '.join(sorted(arrays))}; it must hold input_ids, and may hold "
-                f"{', '.join(known[1:])}"
-            )
-        if empty := [name for name, array in arrays.items() if not array.size]:
-            raise ConfigError(
-                f"{path}: {', '.join(empty)}: without an entry; leave out what is not there"
-            )
+        _check_names(path, arrays, [*ARGUMENTS, *_media_arguments(config, placeholders)])
         ids = arrays["input_ids"]
         mask = arrays.get("attention_mask", np.ones_like(ids)).astype(bool)
         labels = arrays.get("labels", ids)
-        if ids.ndim != 2 or not ids.shape == mask.shape == labels.shape or not mask.any(1).all():
-            raise ConfigError(
-                f"{path}: {', '.join(ARGUMENTS)} must be of one shape [texts, tokens], no text empty (got "
-                f"{[array.shape for array in (ids, mask, labels)]})"
-            )
-        if ids.dtype.kind not in "iu" or labels.dtype.kind not in "iu":
-            raise ConfigError(
-                f"{path}: input_ids and labels must be whole numbers (got {ids.dtype}, {labels.dtype})"
-            )
-        if ids.min() < 0 or ids.max() >= vocabulary:
-            raise ConfigError(f"{path}: input_ids must be 0 .. {vocabulary - 1} (got {ids.max()})")
-        known_labels = (labels == NO_TARGET) | (labels >= 0) & (labels < vocabulary)
-        if not known_labels.all():
-            raise ConfigError(
-                f"{path}: labels must be 0 .. {vocabulary - 1}, or {NO_TARGET} (got {labels[~known_labels][0]})"
-            )
+        _check_ids(path, ids, mask, labels, vocabulary)
         # The mask may leave out any columns, so a text is a list of columns, [L], not a slice.
         slots = tuple(np.flatnonzero(row).astype(np.int32) for row in mask)
         tokens = tuple(row[chosen].astype(np.int32) for row, chosen in zip(ids, slots, strict=True))
-        targets = []
-        for row, chosen in zip(labels, slots, strict=True):
-            # A label is at the token itself, a target at the token before it.
-            following = np.append(row[chosen][1:], NO_TARGET)
-            targets.append(np.where(following == NO_TARGET, -1, following).astype(np.int32))
+        targets = tuple(
+            _next_tokens(row[chosen]) for row, chosen in zip(labels, slots, strict=True)
+        )
         if not any((of_text >= 0).any() for of_text in targets):
             raise ConfigError(
                 f"{path}: no token is a target, and so there is no loss; labels must say at least one behind the first "
                 "token of a text"
             )
         if config is None:
-            return cls(slots, tokens, tuple(targets), ((),) * len(slots))
+            return cls(slots, tokens, targets, ((),) * len(slots))
         media, spans = _read_media(path, arrays, slots, config.model, placeholders, readers)
-        pairs = VisiblePairs.of_model(config.model)
-        return cls(slots, tokens, tuple(targets), spans, media, pairs)
+        return cls(slots, tokens, targets, spans, media, VisiblePairs.of_model(config.model))
 
     @property
     def members(self) -> tuple[tuple[str, float, Longs], ...]:
@@ -241,14 +206,7 @@ class PreparedRun:
         vocabulary = config.model.language.vocab_size
         assert vocabulary != "auto"
         folder = ModelFolder.open(source)
-        families = {name: family_of(folder.config, name) for name in config.model.encoders}
-        placeholders = {}
-        for name, family in families.items():
-            finders = (family.placeholder, family.video_placeholder)
-            # `PARTS` has one kind for audio, so the finder of videos is left over there.
-            for kind, find in zip(PARTS[name], finders, strict=False):
-                if find is not None:
-                    placeholders[kind] = find(folder.config)
+        placeholders = _placeholders(folder.config, config.model.encoders)
         mesh = make_mesh(config.mesh_sizes, devices, spans=mesh_spans(config))
         model = build_model(config.model, vocabulary, config.components, mesh)
         spans = spans_of_phases(config, model)
@@ -351,6 +309,75 @@ class PreparedRun:
                     partial[key] = tensor, pieces_seen + 1
 
 
+def _placeholders(folder: FolderConfig, encoders: Iterable[str]) -> dict[str, int]:
+    """Token ids that hold the places of media in a published folder, by kind as in `PARTS`; kinds
+    that it has no ids for are left out."""
+    placeholders = {}
+    for encoder in encoders:
+        family = family_of(folder, encoder)
+        finders = (family.placeholder, family.video_placeholder)
+        # `PARTS` has one kind for audio, so the finder of videos is left over there.
+        for kind, find in zip(PARTS[encoder], finders, strict=False):
+            if find is not None:
+                placeholders[kind] = find(folder)
+    return placeholders
+
+
+def _media_arguments(config: Config | None, placeholders: Mapping[str, int]) -> list[str]:
+    """Names of the arguments that media of this model may have; arguments as in
+    `PreparedTexts.read`."""
+    if config is None:
+        return []
+    model = config.model
+    names = [name for encoder in model.encoders for name in MEDIA[encoder][0]]
+    kinds = [kind for encoder in model.encoders for kind in _kinds_read(model, encoder)]
+    # Token ids mark the media of an encoder; where a kind has none, `TYPES` does.
+    return names if placeholders.keys() >= {*kinds} else [*names, TYPES]
+
+
+def _check_names(path: Path, arrays: Mapping[str, NDArray[Any]], known: Sequence[str]) -> None:
+    """Raise `ConfigError` unless these are input_ids and other known arguments, none empty."""
+    if "input_ids" not in arrays or not arrays.keys() <= {*known}:
+        raise ConfigError(
+            f"{path} holds {', '.join(sorted(arrays))}; it must hold input_ids, and may hold "
+            f"{', '.join(known[1:])}"
+        )
+    if empty := [name for name, array in arrays.items() if not array.size]:
+        raise ConfigError(
+            f"{path}: {', '.join(empty)}: without an entry; leave out what is not there"
+        )
+
+
+def _check_ids(
+    path: Path, ids: NDArray[Any], mask: NDArray[np.bool_], labels: NDArray[Any], vocabulary: int
+) -> None:
+    """Raise `ConfigError` unless token ids and labels are of this vocabulary, and the mask, of
+    their shape, leaves a token of each text."""
+    if ids.ndim != 2 or not ids.shape == mask.shape == labels.shape or not mask.any(1).all():
+        raise ConfigError(
+            f"{path}: {', '.join(ARGUMENTS)} must be of one shape [texts, tokens], no text empty (got "
+            f"{[array.shape for array in (ids, mask, labels)]})"
+        )
+    if ids.dtype.kind not in "iu" or labels.dtype.kind not in "iu":
+        raise ConfigError(
+            f"{path}: input_ids and labels must be whole numbers (got {ids.dtype}, {labels.dtype})"
+        )
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        raise ConfigError(f"{path}: input_ids must be 0 .. {vocabulary - 1} (got {ids.max()})")
+    known_labels = (labels == NO_TARGET) | (labels >= 0) & (labels < vocabulary)
+    if not known_labels.all():
+        raise ConfigError(
+            f"{path}: labels must be 0 .. {vocabulary - 1}, or {NO_TARGET} (got {labels[~known_labels][0]})"
+        )
+
+
+def _next_tokens(labels: NDArray[Any]) -> Ints:
+    """Targets [L] of a text with these labels [L]: a label is at the token itself, a target at the
+    token before it."""
+    following = np.append(labels[1:], NO_TARGET)
+    return np.where(following == NO_TARGET, -1, following).astype(np.int32)
+
+
 def _read_media(
     path: Path,
     arrays: Mapping[str, NDArray[Any]],
@@ -444,39 +471,51 @@ def differences(
     loss, by_key = run.loss_and_gradients()
     report: dict[str, Any] = {"family": run.folders[LANGUAGE].family.name, "loss": loss}
     if reference is not None:
-        expected = read_arrays(reference)
-        if "logits" not in expected:
-            raise ConfigError(
-                f"{reference} holds {', '.join(sorted(expected))}; it must hold logits"
-            )
-        vocabulary = run.config.model.language.vocab_size
-        tokens = 1 + max(int(slots[-1]) for slots in run.texts.slots)
-        tokens = max([tokens, *expected["logits"].shape[1:2]])  # masked tokens may follow
-        shape = (len(run.texts.slots), tokens, vocabulary)
-        valid = expected.setdefault("valid", np.ones(shape[:2], bool)).astype(bool)
-        for name, expected_shape in {"logits": shape, "valid": shape[:2], "loss": ()}.items():
-            if name in expected:
-                _check_numbers(reference, name, expected[name], expected_shape)
-        largest = 0.0
-        for text, logits in run.logits():
-            slots = run.texts.slots[text]
-            deviation = np.abs(logits - expected["logits"][text, slots])[valid[text, slots]]
-            largest = float(np.maximum(largest, deviation.max(initial=0.0)))  # max() would drop NaN
-        report["logits"] = largest
-        if "loss" in expected:
-            report["loss_difference"] = abs(loss - float(expected["loss"]))
+        report |= _output_differences(run, loss, reference)
     if gradients is not None:
-        expected = read_arrays(gradients)
-        report["gradients"] = {}
-        for key, value in by_key:
-            if key in expected:
-                _check_numbers(gradients, key, expected[key], value.shape)
-                size = max(np.abs(expected[key]).max(), 1e-30)
-                report["gradients"][key] = float(np.abs(value - expected[key]).max() / size)
-        if missing := sorted(expected.keys() - report["gradients"].keys()):
-            raise ConfigError(
-                f"{gradients} has gradients of {', '.join(missing)}, which are no tensors of the model"
-            )
+        report["gradients"] = _gradient_differences(by_key, gradients)
+    return report
+
+
+def _output_differences(run: PreparedRun, loss: float, reference: Path) -> dict[str, float]:
+    """The largest difference of logits where `valid`, and the difference of losses if the file has
+    one. Raises `ConfigError` for a file of other outputs."""
+    expected = read_arrays(reference)
+    if "logits" not in expected:
+        raise ConfigError(f"{reference} holds {', '.join(sorted(expected))}; it must hold logits")
+    tokens = 1 + max(int(slots[-1]) for slots in run.texts.slots)
+    tokens = max([tokens, *expected["logits"].shape[1:2]])  # masked tokens may follow
+    shape = (len(run.texts.slots), tokens, run.config.model.language.vocab_size)
+    valid = expected.setdefault("valid", np.ones(shape[:2], bool)).astype(bool)
+    for name, expected_shape in {"logits": shape, "valid": shape[:2], "loss": ()}.items():
+        if name in expected:
+            _check_numbers(reference, name, expected[name], expected_shape)
+    largest = 0.0
+    for text, logits in run.logits():
+        slots = run.texts.slots[text]
+        deviation = np.abs(logits - expected["logits"][text, slots])[valid[text, slots]]
+        largest = float(np.maximum(largest, deviation.max(initial=0.0)))  # max() would drop NaN
+    if "loss" not in expected:
+        return {"logits": largest}
+    return {"logits": largest, "loss_difference": abs(loss - float(expected["loss"]))}
+
+
+def _gradient_differences(
+    by_key: Iterable[tuple[str, NDArray[Any]]], reference: Path
+) -> dict[str, float]:
+    """By key, the largest difference of a gradient over its largest entry. Raises `ConfigError` for
+    a file of other gradients."""
+    expected = read_arrays(reference)
+    report = {}
+    for key, value in by_key:
+        if key in expected:
+            _check_numbers(reference, key, expected[key], value.shape)
+            size = max(np.abs(expected[key]).max(), 1e-30)
+            report[key] = float(np.abs(value - expected[key]).max() / size)
+    if missing := sorted(expected.keys() - report.keys()):
+        raise ConfigError(
+            f"{reference} has gradients of {', '.join(missing)}, which are no tensors of the model"
+        )
     return report
 
 
