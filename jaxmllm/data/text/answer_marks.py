@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -262,29 +262,16 @@ def _messages(
       inline: whether reasoning inside a content has marks of its own.
     """
     messages = []
-    media_mark = MEDIA
+    media_marks = map(chr, itertools.count(MEDIA))
     hide = control.hide if control else str
     for turn in conversation.turns:
-        content = ""
-        bare = strip and len(turn.parts) > 1
-        for part in turn.parts:
-            if isinstance(part, MediaPart):
-                content += chr(media_mark)
-                media_mark += 1
-            else:
-                content += part.text.strip() if bare else part.text
-        content = hide(content)  # as a whole: two texts together may spell a control token
+        # Hidden as a whole: two texts together may spell a control token
+        content = hide(_content(turn, media_marks, strip))
         reasoning = hide(turn.reasoning)
         marked = mark and _is_learned(conversation, turn)
         if marked and (content or not turn.calls):
-            thinks = inline and turn.role == "assistant" and THOUGHT_END in content
-            thought_match = _INLINE_REASONING.fullmatch(content) if thinks else None
-            if thought_match and not reasoning:
-                begin, thought, end, answer = thought_match.groups()
-                content = begin + _mark_thought(thought) + end + _enclose(answer, OPEN, CLOSE)
-            else:
-                content = _enclose(content, OPEN, CLOSE)
-                reasoning = reasoning and _mark_thought(reasoning)
+            thinks = inline and turn.role == "assistant"
+            content, reasoning = _marked_texts(content, reasoning, thinks)
         message: Message = {"role": turn.role, "content": content}
         if reasoning:
             message |= reasoning_fields(reasoning)
@@ -295,6 +282,30 @@ def _messages(
                 message[key] = hide(text)
         messages.append(message)
     return messages
+
+
+def _content(turn: Turn, media_marks: Iterator[str], strip: bool) -> str:
+    """What a turn says, with the next marks for its media; `strip` as in `_messages`."""
+    bare = strip and len(turn.parts) > 1
+    content = ""
+    for part in turn.parts:
+        if isinstance(part, MediaPart):
+            content += next(media_marks)
+        else:
+            content += part.text.strip() if bare else part.text
+    return content
+
+
+def _marked_texts(content: str, reasoning: str, thinks: bool) -> tuple[str, str]:
+    """Content and reasoning with marks; `thinks`: reasoning inside the content has its own, unless
+    the turn also has reasoning apart from it."""
+    thought_match = None
+    if thinks and not reasoning and THOUGHT_END in content:
+        thought_match = _INLINE_REASONING.fullmatch(content)
+    if thought_match is None:
+        return _enclose(content, OPEN, CLOSE), reasoning and _mark_thought(reasoning)
+    begin, thought, end, answer = thought_match.groups()
+    return begin + _mark_thought(thought) + end + _enclose(answer, OPEN, CLOSE), reasoning
 
 
 def _calls(turn: Turn, hide: Callable[[str], str], mark: bool = False) -> list[Message]:

@@ -163,26 +163,12 @@ def parse_conversation(
     # Placeholders of all messages take from the same iterators, so a path is used once.
     pending = {part: iter(paths) for part, paths in lists.items()}
     form = next((key for key in FORMS if record.get(key) is not None), "messages")
-    tools: tuple[dict[str, Any], ...] = ()
     if form == "messages":
         tools = _object_list(record, TOOLS, "the record")
-        messages = _field(record, "messages", list, "the record")
-        # Counts are compared before contents are parsed, so no placeholder lacks a path.
-        _check_placeholders(
-            [message.get("content") for message in messages if isinstance(message, dict)], lists
-        )
-        turns = tuple(
-            _parse_turn(message, f"messages[{i}]", pending, resolve)
-            for i, message in enumerate(messages)
-        )
+        turns = _message_turns(record, lists, pending, resolve)
     else:
-        content = _field(record, form, str if form == "text" else (str, list), "the record")
-        if form == "text" and record.get("content") is not None:
-            raise ConversationError(
-                "wrong_type", "the record has both 'text' and 'content'; a document is one of them"
-            )
-        _check_placeholders([content], lists)
-        turns = (Turn(DOCUMENT, _parse_parts(content, form, pending, resolve)),)
+        tools = ()
+        turns = (_document_turn(record, form, lists, pending, resolve),)
     if targets == "assistant" and not any(turn.role == "assistant" for turn in turns):
         raise ConversationError(
             "no_assistant_turn",
@@ -198,6 +184,41 @@ def parse_conversation(
         targets,
         tools,
     )
+
+
+def _message_turns(
+    record: dict[str, Any],
+    lists: dict[str, list[str]],
+    pending: dict[str, Iterator[str]],
+    resolve: Resolve,
+) -> tuple[Turn, ...]:
+    """A turn for each message of a record."""
+    messages = _field(record, "messages", list, "the record")
+    # Counts are compared before contents are parsed, so no placeholder lacks a path.
+    _check_placeholders(
+        [message.get("content") for message in messages if isinstance(message, dict)], lists
+    )
+    return tuple(
+        _parse_turn(message, f"messages[{i}]", pending, resolve)
+        for i, message in enumerate(messages)
+    )
+
+
+def _document_turn(
+    record: dict[str, Any],
+    form: str,
+    lists: dict[str, list[str]],
+    pending: dict[str, Iterator[str]],
+    resolve: Resolve,
+) -> Turn:
+    """The only turn of a record that is a document; `form` is its key, "text" or "content"."""
+    content = _field(record, form, str if form == "text" else (str, list), "the record")
+    if form == "text" and record.get("content") is not None:
+        raise ConversationError(
+            "wrong_type", "the record has both 'text' and 'content'; a document is one of them"
+        )
+    _check_placeholders([content], lists)
+    return Turn(DOCUMENT, _parse_parts(content, form, pending, resolve))
 
 
 def _parse_turn(

@@ -36,6 +36,8 @@ from jaxmllm.data.text.sequence_positions import SequencePositions
 from jaxmllm.data.text.template_tokenizer import TemplateTokenizer
 from jaxmllm.data.text.tokenizers import Tokenizer
 
+Item = tuple[MediaReference, Modality, Shape]  # of a conversation, as it is added to a sequence
+
 
 @dataclass(frozen=True)
 class MediaSpan:
@@ -168,26 +170,7 @@ def _render_pieces(
     shapes: Sequence[Shape],
 ) -> Rendered:
     """Render pieces. All text is encoded together, and only control tokens and media split it."""
-    framed: list[Piece] = []
-    items: list[tuple[MediaReference, Modality, Shape]] = []
-    for piece in pieces:
-        if piece.media is None:
-            framed.append(piece)
-            continue
-        part = media[piece.media]
-        shape = shapes[piece.media]
-        modality = modality_of(part, modalities)
-        frame = tokenizer.layout.media[part.part]
-        frame_learned = modality.generated  # the assistant makes the item, and so writes its frame
-        before: list[str | int] = [frame.before, *frame.begin]
-        after: list[str | int] = [*frame.end, frame.after]
-        for caption, reference, of_item in _framed_units(part, modality, shape):
-            framed += [Piece(caption)] if caption else []
-            framed += [Piece(content, learned=frame_learned) for content in before if content != ""]
-            # One piece stands for all tokens of the item.
-            framed.append(replace(piece, content=frame.pad, media=len(items)))
-            framed += [Piece(content, learned=frame_learned) for content in after if content != ""]
-            items.append((reference, modality, of_item))
+    framed, items = _frame_media(pieces, media, tokenizer, modalities, shapes)
     encoded = tokenizer.encode_pieces([piece.content for piece in framed])
     if not encoded.ids:
         raise ConversationError("answers_unclear", "the chat template writes nothing of it")
@@ -208,6 +191,38 @@ def _render_pieces(
         else:
             sequence.add_item(*items[token_items[start]], *ids)
     return sequence.finish()
+
+
+def _frame_media(
+    pieces: Sequence[Piece],
+    media: Sequence[MediaPart],
+    tokenizer: TemplateTokenizer,
+    modalities: Mapping[str, Modality],
+    shapes: Sequence[Shape],
+) -> tuple[list[Piece], list[Item]]:
+    """The pieces with frames around the items of media, and these items, which are numbered in
+    `Piece.media` of the pieces that stand for their tokens."""
+    framed: list[Piece] = []
+    items: list[Item] = []
+    for piece in pieces:
+        if piece.media is None:
+            framed.append(piece)
+            continue
+        part = media[piece.media]
+        shape = shapes[piece.media]
+        modality = modality_of(part, modalities)
+        frame = tokenizer.layout.media[part.part]
+        frame_learned = modality.generated  # the assistant makes the item, and so writes its frame
+        before: list[str | int] = [frame.before, *frame.begin]
+        after: list[str | int] = [*frame.end, frame.after]
+        for caption, reference, of_item in _framed_units(part, modality, shape):
+            framed += [Piece(caption)] if caption else []
+            framed += [Piece(content, learned=frame_learned) for content in before if content != ""]
+            # One piece stands for all tokens of the item.
+            framed.append(replace(piece, content=frame.pad, media=len(items)))
+            framed += [Piece(content, learned=frame_learned) for content in after if content != ""]
+            items.append((reference, modality, of_item))
+    return framed, items
 
 
 def _framed_units(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,26 +76,38 @@ def _renamed_tokenizer(
     # Removed because it would trim the offsets of tokens; it adds no tokens here
     file["post_processor"] = None
     model = file["model"]
-    if isinstance(model["vocab"], dict):
-        removed = {name for name, token_id in model["vocab"].items() if token_id in control}
-        unknown = model["vocab"].get(model.get("unk_token"))
-        if unknown in control:
-            model["unk_token"] = renamed("", unknown)
-        model["vocab"] = {
-            renamed(name, token_id): token_id for name, token_id in model["vocab"].items()
-        }
-    else:
-        removed = {name for token_id, (name, _) in enumerate(model["vocab"]) if token_id in control}
-        model["vocab"] = [
-            [renamed(name, token_id), score]
-            for token_id, (name, score) in enumerate(model["vocab"])
-        ]
+    removed = _rename_words(model, control, renamed)
     if model.get("merges"):
-        prefix = model.get("continuing_subword_prefix") or ""
-        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-        model["merges"] = [
-            [left, right]
-            for left, right in pairs
-            if removed.isdisjoint((left, right, left + right.removeprefix(prefix)))
-        ]
+        model["merges"] = _merges_without(removed, model)
     return literal_tokenizer(json.dumps(file))
+
+
+def _rename_words(
+    model: dict[str, Any], control: frozenset[int], renamed: Callable[[str, int], str]
+) -> set[str]:
+    """Rename control tokens in a model's vocabulary; return the names that they had.
+
+    A vocabulary is a mapping from names to ids, or a list of (name, score) whose places are ids.
+    """
+    vocabulary = model["vocab"]
+    if not isinstance(vocabulary, dict):
+        model["vocab"] = [
+            [renamed(name, token_id), score] for token_id, (name, score) in enumerate(vocabulary)
+        ]
+        return {name for token_id, (name, _) in enumerate(vocabulary) if token_id in control}
+    unknown = vocabulary.get(model.get("unk_token"))
+    if unknown in control:
+        model["unk_token"] = renamed("", unknown)
+    model["vocab"] = {renamed(name, token_id): token_id for name, token_id in vocabulary.items()}
+    return {name for name, token_id in vocabulary.items() if token_id in control}
+
+
+def _merges_without(removed: Set[str], model: Mapping[str, Any]) -> list[list[str]]:
+    """The model's merges that neither read nor yield a removed name."""
+    prefix = model.get("continuing_subword_prefix") or ""
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    return [
+        [left, right]
+        for left, right in pairs
+        if removed.isdisjoint((left, right, left + right.removeprefix(prefix)))
+    ]
