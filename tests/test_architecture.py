@@ -174,6 +174,13 @@ def test_worker_processes_stay_light(part):
         assert not heavy_imports, f"{file} imports {heavy_imports}"
 
 
+@pytest.mark.parametrize("room", ["models", "experts", "attention", "balance", "data"])
+def test_rooms_that_plan_and_compute_get_sections_of_the_config(room):
+    for file in files(f"jaxmllm/{room}"):
+        names = imports(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        assert "jaxmllm.config.schema.Config" not in names, f"{file} reads the whole config"
+
+
 def texts() -> Iterator[tuple[Path, str]]:
     """Texts that people read: whole documents, scripts and configs, and
     docstrings and comments of code.
