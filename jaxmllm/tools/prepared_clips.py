@@ -5,20 +5,18 @@ input_features [clips, mel_bins, F], feature_attention_mask [clips, F] --> slots
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmllm.arrays import Ints
 from jaxmllm.config.schema import AudioConfig, ConfigError
 from jaxmllm.data.media.modality import Modality, Shape
 from jaxmllm.data.media.reference import MediaReference
 from jaxmllm.data.media.sounds import Sounds
-from jaxmllm.tools.prepared_media import Places, Spans
+from jaxmllm.tools.prepared_media import Prepared, Spans
 
 ARGUMENTS = ("input_features", "feature_attention_mask")
 
@@ -34,12 +32,7 @@ class PreparedSounds(Sounds):
 
 
 def read_clips(
-    path: Path,
-    arrays: Mapping[str, NDArray[Any]],
-    texts: Sequence[Ints],
-    places: Mapping[str, Places],
-    sounds: Modality,
-    audio: AudioConfig,
+    prepared: Prepared, sounds: Modality, audio: AudioConfig
 ) -> tuple[PreparedSounds, tuple[Spans, ...]]:
     """The clips of some texts, and their spans in each text.
 
@@ -47,9 +40,10 @@ def read_clips(
     the texts.
 
     Args:
-      texts: columns that hold each text.
       sounds: the modality that reads clips from files.
     """
+    path = prepared.path
+    arrays = prepared.arrays
     if missing := [name for name in ARGUMENTS if name not in arrays]:
         raise ConfigError(f"{path} has clips, but not {' and '.join(missing)}")
     assert isinstance(sounds, Sounds)
@@ -76,7 +70,7 @@ def read_clips(
                 f"clip of {shape[0]}; fill clips up with silence, as the folder's processor does"
             )
     what = "the clips of feature_attention_mask"
-    spans = places["audio"].spans(path, what, sounds, shapes, texts)
+    spans = prepared.spans("audio", what, sounds, shapes)
     settings = {part.name: getattr(sounds, part.name) for part in fields(sounds)}
     # All frames, also those past the sound: a tower may hear some of the silence after it.
     frames = {str(number): clip.T.astype(np.float32) for number, clip in enumerate(features)}

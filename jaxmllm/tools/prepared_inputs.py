@@ -46,7 +46,7 @@ from jaxmllm.setup.sizing import sizing_inputs
 from jaxmllm.setup.spans import mesh_spans, spans_of_phases
 from jaxmllm.tools.prepared_clips import ARGUMENTS as OF_CLIPS
 from jaxmllm.tools.prepared_clips import read_clips
-from jaxmllm.tools.prepared_media import Places, Spans, items_in, positions_of
+from jaxmllm.tools.prepared_media import Places, Prepared, Spans, items_in, positions_of
 from jaxmllm.tools.prepared_pictures import ARGUMENTS as OF_PICTURES
 from jaxmllm.tools.prepared_pictures import VIDEOS as OF_VIDEOS
 from jaxmllm.tools.prepared_pictures import read_pictures
@@ -397,7 +397,8 @@ def _read_media(
             kind: _media_places(path, arrays, kind, placeholders.get(kind))
             for kind in _kinds_read(model, encoder)
         }
-        media[encoder], of_texts = read(path, arrays, texts, places, readers[encoder], section)
+        prepared = Prepared(path, arrays, texts, places)
+        media[encoder], of_texts = read(prepared, readers[encoder], section)
         spans = [(*before, *added) for before, added in zip(spans, of_texts, strict=True)]
     in_order = (tuple(sorted(of_text, key=lambda span: span.slot)) for of_text in spans)
     return media, tuple(in_order)

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +74,22 @@ class Places:
             return MediaSpan(modality.name, taken_as(kind, reference), shape, start, stop - start)
 
         return tuple(tuple(span(*run) for run in of_text) for of_text in runs)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The arrays of a file of prepared inputs, and where its texts and their media stand in them."""
+
+    path: Path
+    arrays: Mapping[str, NDArray[Any]]  # by argument
+    texts: Sequence[Ints]  # columns that hold each text
+    places: Mapping[str, Places]  # by kind of media, of those that one encoder reads
+
+    def spans(
+        self, kind: str, what: str, modality: Modality, shapes: Sequence[Shape], prefix: str = ""
+    ) -> tuple[Spans, ...]:
+        """The media of a kind in each text, as `Places.spans`."""
+        return self.places[kind].spans(self.path, what, modality, shapes, self.texts, prefix)
 
 
 def items_in(spans: Spans, modalities: Mapping[str, Modality]) -> Spans:

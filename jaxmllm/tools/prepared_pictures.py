@@ -25,7 +25,7 @@ from jaxmllm.data.media.images import Images
 from jaxmllm.data.media.modality import ClipShape, Modality, Shape
 from jaxmllm.data.media.reference import Clip, MediaReference
 from jaxmllm.data.media.videos import ImagesAndVideos
-from jaxmllm.tools.prepared_media import Places, Spans
+from jaxmllm.tools.prepared_media import Places, Prepared, Spans
 
 PICTURES = ("pixel_values", "image_grid_thw")
 VIDEOS = ("pixel_values_videos", "video_grid_thw")
@@ -73,12 +73,7 @@ class PreparedVideos(_PreparedPatches, ImagesAndVideos):
 
 
 def read_pictures(
-    path: Path,
-    arrays: Mapping[str, NDArray[Any]],
-    texts: Sequence[Ints],
-    places: Mapping[str, Places],
-    images: Modality,
-    vision: VisionConfig,
+    prepared: Prepared, images: Modality, vision: VisionConfig
 ) -> tuple[Modality, tuple[Spans, ...]]:
     """The pictures and videos of some texts, and their spans in each text.
 
@@ -86,20 +81,21 @@ def read_pictures(
     the texts.
 
     Args:
-      texts: columns that hold each text.
-      places: tokens of images and, if they are read, of videos.
+      prepared: with the places of images and, if they are read, of videos.
       images: the modality that reads pictures from files.
     """
     assert isinstance(images, Images)
     if images.resize in SQUARES:
-        return _read_squares(path, arrays, texts, places["image"], images, vision)
+        return _read_squares(prepared, images, vision)
+    path = prepared.path
+    arrays = prepared.arrays
     written = isinstance(images, ImagesAndVideos) and images.videos.times == "text"
     if (seconds := sorted(arrays.keys() & {*SECONDS})) and (written or VIDEOS[1] not in arrays):
         raise ConfigError(
             f"{path}: {seconds[0]}: there are no videos whose times are positions; leave it out"
         )
     patches: dict[str, NDArray[np.uint8]] = {}
-    spans: list[Spans] = [()] * len(texts)
+    spans: list[Spans] = [()] * len(prepared.texts)
     for medium, kind, names, prefix in (
         ("image", "pictures", PICTURES, ""),
         ("video", "videos", VIDEOS, OF_VIDEO),
@@ -118,7 +114,7 @@ def read_pictures(
                 f"{path}: {names[0]} has {len(colors)} patches, and {names[1]} {sum(counts)}"
             )
         what = f"the {kind} of {names[1]}"
-        of_texts = places[medium].spans(path, what, images, shapes, texts, prefix)
+        of_texts = prepared.spans(medium, what, images, shapes, prefix)
         # Pictures come before videos here; the caller puts both into reading order.
         spans = [(*before, *added) for before, added in zip(spans, of_texts, strict=True)]
         by_item = zip(shapes, np.split(colors, np.cumsum(counts)[:-1]), strict=True)
@@ -130,14 +126,12 @@ def read_pictures(
 
 
 def _read_squares(
-    path: Path,
-    arrays: Mapping[str, NDArray[Any]],
-    texts: Sequence[Ints],
-    places: Places,
-    images: Images,
-    vision: VisionConfig,
+    prepared: Prepared, images: Images, vision: VisionConfig
 ) -> tuple[Modality, tuple[Spans, ...]]:
     """`read_pictures` for squares of one size."""
+    path = prepared.path
+    arrays = prepared.arrays
+    places = prepared.places["image"]
     if unused := [name for name in ARGUMENTS[1:] if name in arrays]:
         raise ConfigError(f"{path} has {unused[0]}, and pictures of this model are squares")
     pixels = arrays["pixel_values"]
@@ -147,13 +141,13 @@ def _read_squares(
             f"{path}: pixel_values must be [pictures, 3, {side}, {side}] (got {list(pixels.shape)})"
         )
     grid = images.grid(side, side)
-    counts = _tile_counts(images, places, texts) or [1] * len(pixels)
+    counts = _tile_counts(images, places, prepared.texts) or [1] * len(pixels)
     if sum(counts) != len(pixels):
         raise ConfigError(
             f"{path}: pixel_values has {len(pixels)} tiles, and {places.source} {sum(counts)}"
         )
     shapes = [(tiles, *grid) for tiles in counts]
-    spans = places.spans(path, "the pictures of pixel_values", images, shapes, texts)
+    spans = prepared.spans("image", "the pictures of pixel_values", images, shapes)
     # [tiles, 3, side, side] becomes one frame of [tiles, side, side, 3]. Below, the tiles of a
     # picture are put on top of each other, [tiles * side, side, 3], as `patches` takes them.
     (colors,) = _levels(path, "pixel_values", pixels.transpose(0, 2, 3, 1)[None], vision)
