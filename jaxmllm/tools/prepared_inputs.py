@@ -362,8 +362,11 @@ def _check_ids(
         raise ConfigError(
             f"{path}: input_ids and labels must be whole numbers (got {ids.dtype}, {labels.dtype})"
         )
-    if ids.min() < 0 or ids.max() >= vocabulary:
-        raise ConfigError(f"{path}: input_ids must be 0 .. {vocabulary - 1} (got {ids.max()})")
+    known_ids = (ids >= 0) & (ids < vocabulary)
+    if not known_ids.all():
+        raise ConfigError(
+            f"{path}: input_ids must be 0 .. {vocabulary - 1} (got {ids[~known_ids][0]})"
+        )
     known_labels = (labels == NO_TARGET) | (labels >= 0) & (labels < vocabulary)
     if not known_labels.all():
         raise ConfigError(

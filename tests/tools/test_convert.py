@@ -206,6 +206,7 @@ def test_inputs_that_are_none(tmp_path, capsys):
         ({"pixel_values_videos": np.zeros(3)}, "holds pixel_values_videos; it must hold input"),
         ({"input_ids": np.zeros(3, int)}, "of one shape [texts, tokens]"),
         ({"input_ids": np.full((1, 3), 48)}, "must be 0 .. 47 (got 48)"),
+        ({"input_ids": np.array([[3, -1]])}, "must be 0 .. 47 (got -1)"),
         ({"input_ids": np.ones((0, 3), int)}, "input_ids: without an entry; leave out"),
         ({"input_ids": np.full((1, 3), 1.5)}, "must be whole numbers (got float64, float64)"),
         (IDS | {"labels": IDS["input_ids"] + 47}, "labels must be 0 .. 47, or -100 (got 48)"),
