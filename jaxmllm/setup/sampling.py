@@ -44,7 +44,7 @@ from jaxmllm.setup.sizing import sizing_inputs
 from jaxmllm.setup.spans import spans_of_phases
 from jaxmllm.training.objectives.flow import MIDDLE_GRAY
 from jaxmllm.training.programs.sampling_programs import SamplingPrograms
-from jaxmllm.training.run_folder import CONFIG_FILE, read_config
+from jaxmllm.training.run_folder import CONFIG_FILE, named_config
 from jaxmllm.training.step_functions import StepFunctions
 
 UNTRAINED = {"freeze": True, "train": ("*",), "ema": None}
@@ -126,9 +126,7 @@ def drawing_config(run: Path, overrides: Sequence[str] = ()) -> Config:
         how rows are computed.
       CheckpointError: its config is damaged.
     """
-    saved = read_config(run)
-    if saved is None:
-        raise ConfigError(f"--run: {run} holds no run: there is no {CONFIG_FILE}")
+    saved = named_config("--run", run)
     config = load_config(run / CONFIG_FILE, overrides)
     check_free(saved, config)
     if not config.model.generators:

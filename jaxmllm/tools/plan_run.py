@@ -23,7 +23,7 @@ from jaxmllm.data.batches import Segment
 from jaxmllm.runtime.metrics import read_metrics
 from jaxmllm.tools.plan_figures import planned_statistics
 from jaxmllm.training.history import read_history
-from jaxmllm.training.run_folder import read_config
+from jaxmllm.training.run_folder import named_config
 
 WARM_UP: Final = 3  # first steps, left out because their seconds include what happens once
 COMPARED: Final = 8  # steps that are planned again
@@ -68,11 +68,7 @@ def logged_run(folder: Path) -> LoggedRun:
         changed.
       CheckpointError: history.json is damaged.
     """
-    config = read_config(folder)
-    if config is None:
-        raise ConfigError(
-            f"--from-run {folder}: there is no run; name the folder that holds its config.yaml"
-        )
+    config = named_config("--from-run", folder)
     history = read_history(folder)
     # Rows were chosen again where batch size or weights changed
     last_change = history[-1].step if history else 0

@@ -44,7 +44,7 @@ from jaxmllm.tools.timeline_drawing import Bar, Timeline, table, write
 from jaxmllm.tools.timeline_generated import UNIT, generated_schedule
 from jaxmllm.training.history import read_history, segment_of
 from jaxmllm.training.run import USER_ERRORS
-from jaxmllm.training.run_folder import SCHEDULE_FILE, read_config
+from jaxmllm.training.run_folder import SCHEDULE_FILE, named_config
 from sharding.mesh import axis_sizes
 from sharding.pipeline.cuts import LayoutName
 from sharding.pipeline.graph import Kind
@@ -163,9 +163,7 @@ def _config_timeline(options: Namespace) -> Timeline:
 
 
 def _run_timeline(options: Namespace) -> Timeline:
-    config = read_config(options.run)
-    if config is None:
-        raise ConfigError(f"--run {options.run}: the folder holds no run")
+    config = named_config("--run", options.run)
     if options.step is None:
         check_staged(config)
         return of_table(options.run / SCHEDULE_FILE)

@@ -76,6 +76,16 @@ def read_config(run_directory: str | Path) -> Config | None:
         ) from error
 
 
+def named_config(option: str, folder: Path) -> Config:
+    """`read_config` of the folder that an option names. Raises `ConfigError` if it holds no run."""
+    config = read_config(folder)
+    if config is None:
+        raise ConfigError(
+            f"{option} {folder}: the folder holds no run: there is no {CONFIG_FILE}; name the folder of a run"
+        )
+    return config
+
+
 def config_of(source: str | Path) -> Config | None:
     """The config of a run, from its folder or a checkpoint in it; None if there is none. Raises
     `CheckpointError`."""
