@@ -104,26 +104,33 @@ def evaluate(
     groups.append((programs.totals(evaluated.sums), evaluated.failed))
     total: Sums
     total, failed = jax.tree.map(_exact_sum, *jax.device_get(groups))
+    results = _text_results(total, sources, examples_drawn) | {"failed_media": int(failed)}
+    if total.drawn is None:
+        return results
+    return results | _generator_results(total.drawn, sources, patches)
+
+
+def _text_results(
+    total: Sums, sources: Sequence[str], examples_drawn: Counter[int]
+) -> dict[str, Any]:
+    """Results over text, from its sums over all ranks.
+
+    Args:
+      examples_drawn: how many examples there were of each source, by its number.
+    """
     present = [i for i in range(len(sources)) if total.examples[i]]
     # Both counts are over all hosts: a batch lists all of its examples, not only this host's.
     masked = {
         sources[i]: examples_drawn[i] - int(total.examples[i]) for i in sorted(examples_drawn)
     }
-    loss = float(total.loss.sum() / total.targets.sum()) if present else None
-    loss_by_source = {sources[i]: float(total.loss[i] / total.targets[i]) for i in present}
-    exact_match = {sources[i]: float(total.exact[i] / total.examples[i]) for i in present}
-    results = {
-        "loss": loss,
-        "loss_by_source": loss_by_source,
-        "exact_match": exact_match,
+    return {
+        "loss": float(total.loss.sum() / total.targets.sum()) if present else None,
+        "loss_by_source": {sources[i]: float(total.loss[i] / total.targets[i]) for i in present},
+        "exact_match": {sources[i]: float(total.exact[i] / total.examples[i]) for i in present},
         "examples": {sources[i]: int(total.examples[i]) for i in present},
         "masked_examples": sum(masked.values()),
         "masked_by_source": {source: examples for source, examples in masked.items() if examples},
-        "failed_media": int(failed),
     }
-    if total.drawn is None:
-        return results
-    return results | _generator_results(total.drawn, sources, patches)
 
 
 def _exact_sum(*values: NDArray[Any]) -> NDArray[np.float64]:
