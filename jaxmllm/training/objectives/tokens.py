@@ -202,19 +202,12 @@ class _DeviceLoss:
         trips = (targets_on_device + self.chunk - 1) // self.chunk
         done = jax.lax.fori_loop(0, trips, step, begin)
         results = {
-            name: values.at[positions]
-            .get(mode="fill", fill_value=0)
-            .reshape(*shape, *values.shape[1:])
+            name: _at_slots(values, positions, shape)
             for name, values in done.items()
             if name != "d_head"
         }
         if wants_head:
-            d_head = done["d_head"]
-            if not self.stays:
-                if self.layout.narrow_gradients:
-                    d_head = d_head.astype(table.dtype)
-                d_head = self._reduce_scatter(d_head).astype(matrix.dtype)
-            results["d_head"] = d_head
+            results["d_head"] = self._sent_gradient(done["d_head"], table.dtype, matrix.dtype)
         return tuple(results[name] for name in begin)
 
     def _cross_entropy(
@@ -266,6 +259,15 @@ class _DeviceLoss:
             return matrix
         return jax.lax.all_gather(matrix, axes, axis=self._width_axis, tiled=True)
 
+    def _sent_gradient(self, d_head: Array, narrow: Any, dtype: Any) -> Array:
+        """What the device returns of the head's gradient: its part, of type `dtype`, or the whole
+        gradient if that stays. It is sent in the type `narrow` if the layout says so."""
+        if self.stays:
+            return d_head
+        if self.layout.narrow_gradients:
+            d_head = d_head.astype(narrow)
+        return self._reduce_scatter(d_head).astype(dtype)
+
     def _reduce_scatter(self, d_head: Array) -> Array:
         """This device's part of the gradient, summed over all ranks; or over the ranks of a
         replica, where replicas are added once per step (`sharding.parameters.by_replica`)."""
@@ -278,6 +280,13 @@ class _DeviceLoss:
                 d_head, holders, scatter_dimension=self._width_axis, tiled=True
             )
         return jax.lax.psum(d_head, tuple(axis for axis in self._slot_axes if axis not in holders))
+
+
+def _at_slots(values: Array, positions: Int[Array, " T"], shape: tuple[int, ...]) -> Array:
+    """Values of a list of slots, [P, ...], put back into rows of slots, [*shape, ...]; 0 or false
+    in slots without a target."""
+    by_slot = values.at[positions].get(mode="fill", fill_value=0)
+    return by_slot.reshape(*shape, *values.shape[1:])
 
 
 def slots_with_target(
