@@ -7,12 +7,14 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxmllm.config.schema import ConfigError
 from jaxmllm.runtime import hosts, lock
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.resume import begun_config
 from jaxmllm.training.run_folder import (
     check_folder,
     config_of,
+    named_config,
     open_folder,
     read_config,
     write_config,
@@ -28,6 +30,14 @@ def test_config_survives_the_run_folder(tmp_path: Path) -> None:
     write_config(tmp_path / "run", config)
     assert read_config(tmp_path / "run") == config
     assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["config.yaml"]
+
+
+def test_an_option_names_the_folder_of_a_run(tmp_path: Path) -> None:
+    config = make_config()
+    write_config(tmp_path, config)
+    assert named_config("--run", tmp_path) == config
+    with pytest.raises(ConfigError, match=r"--run .*absent: the folder holds no run: there is no"):
+        named_config("--run", tmp_path / "absent")
 
 
 @pytest.mark.parametrize("resume", [False, True, "auto"])
