@@ -21,7 +21,7 @@ Writes pipeline.png and pipeline.html, and prints their table. Nothing is compil
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, get_args
@@ -215,6 +215,14 @@ def _generated_timeline(options: Namespace) -> Timeline:
     return of_schedules([schedule], title, UNIT)
 
 
+TIMELINES: Final = {  # by option: what makes the timeline
+    "config": _config_timeline,
+    "run": _run_timeline,
+    "table": lambda options: of_table(options.table),
+    "generated": _generated_timeline,
+}
+
+
 def _schedule_words(schedule: str, split: bool) -> str:
     return f"{schedule} with split backward" if split else schedule
 
@@ -223,6 +231,20 @@ def _schedule_words(schedule: str, split: bool) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    options, source = _parse(arguments)
+    try:
+        timeline = TIMELINES[source](options)
+    except (*USER_ERRORS, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    wrote = write(timeline, options.out)
+    columns, rows = table(timeline)
+    print_table(timeline.title, columns, rows)
+    print(wrote if options.save is None else f"{wrote}, and the tables {options.save}")
+    return 0
+
+
+def _parser() -> ArgumentParser:
     parser = command_parser(__doc__, "jaxmllm timeline")
     add_config(parser, required=False)
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="folder of a run")
@@ -264,44 +286,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=Path(),
         help="folder to write pipeline.png and pipeline.html into",
     )
+    return parser
+
+
+def _parse(arguments: Sequence[str] | None) -> tuple[Namespace, str]:
+    """The options, and the one of `TIMELINES` that they name; options of another one are refused."""
+    parser = _parser()
     options = parse(parser, arguments)
-    kinds = {
-        "config": _config_timeline,
-        "run": _run_timeline,
-        "table": lambda options: of_table(options.table),
-        "generated": _generated_timeline,
-    }
     # An option that was not given is None, or False if it is a flag.
-    chosen = [name for name in kinds if getattr(options, name) not in (None, False)]
+    chosen = [name for name in TIMELINES if getattr(options, name) not in (None, False)]
     if len(chosen) != 1:
         parser.error("one of --config, --run, --table and --generated is required")
-    kind = chosen[0]
-    if kind != "config" and options.overrides:
+    source = chosen[0]
+    if source != "config" and options.overrides:
         parser.error("key=value belongs to --config")
-    if options.step is None and kind == "run" and options.save:
+    if options.step is None and source == "run" and options.save:
         parser.error(f"--save needs --step: the last step's tables are {SCHEDULE_FILE} already")
-    if kind in ("table", "generated") and (options.save or options.step is not None):
+    if source in ("table", "generated") and (options.save or options.step is not None):
         parser.error("--save and --step belong to --config or --run")
     # These options default to None, so that one given without --generated can be refused; their
     # defaults are put in afterwards.
     generated_options = {name for name in GENERATED if getattr(options, name) is not None}
-    if kind != "generated" and generated_options:
+    if source != "generated" and generated_options:
         parser.error(
             f"{', '.join(f'--{name}' for name in GENERATED if name in generated_options)}: only with --generated"
         )
     for name, value in GENERATED.items():
         if name not in generated_options:
             setattr(options, name, value)
-    try:
-        timeline = kinds[kind](options)
-    except (*USER_ERRORS, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    wrote = write(timeline, options.out)
-    columns, rows = table(timeline)
-    print_table(timeline.title, columns, rows)
-    print(wrote if options.save is None else f"{wrote}, and the tables {options.save}")
-    return 0
+    return options, source
 
 
 if __name__ == "__main__":
