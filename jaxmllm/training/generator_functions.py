@@ -32,7 +32,7 @@ from jaxmllm.training.objectives.flow import (
     slot_times,
 )
 from jaxmllm.training.objectives.tokens import failed_examples
-from jaxmllm.training.step_functions import StepFunctions, accumulated
+from jaxmllm.training.step_functions import StepFunctions, accumulated, gradients
 from sharding.context import permute
 from sharding.pools import PoolSlots
 
@@ -67,13 +67,11 @@ class GeneratorFunctions:
             total, sums = self._loss(join(trained, frozen), rows, states, valid)
             return total * scale, sums
 
-        if self.step.trains_states:
-            (d_params, d_states), row_sums = jax.grad(objective, argnums=(0, 1), has_aux=True)(
-                trained, states
-            )
+        d_params, d_states, row_sums = gradients(
+            objective, trained, states, self.step.trains_states
+        )
+        if d_states is not None:
             pool = pool._replace(tokens=slots.put(layout, d_states, pool.tokens))
-        else:
-            d_params, row_sums = jax.grad(objective, has_aux=True)(trained, states)
         sums = self.step.added(self.phase, sums, row_sums)
         return pool, accumulated(grads, d_params), sums
 

@@ -328,15 +328,12 @@ class StepFunctions:
                 total += (hidden * d_hidden).sum(dtype=scale.dtype)
             return total, (sums, self.routed_sums(routed))
 
-        if self.trains_encoders:
-            (d_params, d_media), of_rows = jax.grad(objective, argnums=(0, 1), has_aux=True)(
-                trained, media
-            )
-            pool = pool._replace(tokens=media_slots(rows).put(layout, d_media, pool.tokens))
-        else:
-            d_params, of_rows = jax.grad(objective, has_aux=True)(trained, media)
         # Router sums are added separately: `row_sums` has none, and is None if text has no loss.
-        row_sums, row_routed = of_rows
+        d_params, d_media, (row_sums, row_routed) = gradients(
+            objective, trained, media, self.trains_encoders
+        )
+        if d_media is not None:
+            pool = pool._replace(tokens=media_slots(rows).put(layout, d_media, pool.tokens))
         routed = self.added(LANGUAGE, sums.routed, row_routed)
         sums = sums._replace(routed=None)
         if row_sums is not None:
@@ -602,6 +599,22 @@ def states_slots(rows: LanguageRows) -> PoolSlots:
     """The pool slots into which language rows write the states that generators read."""
     assert rows.states is not None
     return PoolSlots(rows.states, rows.leaving, rows.order)
+
+
+def gradients(
+    objective: Callable[[Params, Array], tuple[Array, Any]],
+    trained: Params,
+    tokens: Array,
+    wants_tokens: bool,
+) -> tuple[Params, Array | None, Any]:
+    """Gradients of an objective with respect to parameters and, if wanted, to the tokens that rows
+    read from a pool (else None), and the objective's second result."""
+    if not wants_tokens:
+        d_params, others = jax.grad(objective, has_aux=True)(trained, tokens)
+        return d_params, None, others
+    both = jax.grad(objective, argnums=(0, 1), has_aux=True)
+    (d_params, d_tokens), others = both(trained, tokens)
+    return d_params, d_tokens, others
 
 
 def accumulated(grads: Params, added: Params) -> Params:
