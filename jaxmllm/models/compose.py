@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
@@ -29,6 +30,8 @@ from jaxmllm.trainable import Trainable, leaves_by_path
 from sharding.mesh import MeshError, axis_sizes
 from sharding.rules import Layout, make_layout
 
+Maker = Callable[[nnx.Rngs], nnx.Module]  # of a component's module
+
 
 def build_model(
     config: ModelConfig, vocab_size: int, settings: ComponentsConfig, mesh: Mesh | AbstractMesh
@@ -38,38 +41,11 @@ def build_model(
     Raises `sharding.mesh.MeshError` for an impossible layout, and `ConfigError` for a pattern of
     `train` that names no parameter, or one that trains a matrix with an adapter.
     """
-    language = config.language
-    # A tower comes before its projector, as `_layouts` requires. Nothing is made here:
-    # `make_component` only traces a maker for its shapes.
-    makers: dict[str, tuple[ComponentConfig, Callable[[nnx.Rngs], nnx.Module]]] = {}
-    if config.vision is not None:
-        vision = config.vision
-        makers["vision"] = settings.vision, lambda rngs: VisionTower(vision, rngs)
-        makers["projector.vision"] = (
-            settings.projector.vision,
-            lambda rngs: vision_projector(vision, language.width, rngs),
-        )
-    if config.audio is not None:
-        audio = config.audio
-        makers["audio"] = settings.audio, lambda rngs: AudioTower(audio, rngs)
-        makers["projector.audio"] = (
-            settings.projector.audio,
-            lambda rngs: Projector(audio.width, audio.merge, language.width, rngs, audio.projector),
-        )
-    makers[LANGUAGE] = settings.language, lambda rngs: Decoder(language, vocab_size, rngs)
-    if config.diffusion is not None:
-        diffusion = config.diffusion
-        makers["diffusion"] = settings.diffusion, lambda rngs: DiffusionTower(diffusion, rngs)
-        makers[f"{PROJECTOR}{LANGUAGE}"] = (
-            settings.projector.language,
-            lambda rngs: Projector(
-                language.width, 1, diffusion.width, rngs, diffusion.projector_shapes
-            ),
-        )
-    layouts = _layouts({name: setting for name, (setting, _) in makers.items()}, mesh)
+    makers = _makers(config, vocab_size)
+    layouts = _layouts({name: settings.of(name) for name in makers}, mesh)
     components = {
-        name: make_component(name, make, layouts[name], setting)
-        for name, (setting, make) in makers.items()
+        name: make_component(name, make, layouts[name], settings.of(name))
+        for name, make in makers.items()
     }
     for name in config.adapters.by_component:
         components |= _component_and_adapter(components[name], config, settings)
@@ -81,6 +57,31 @@ def build_model(
     trainable = Trainable.of(shapes, patterns)
     _check_adapted_frozen(config, trainable)
     return MLLM(config, vocab_size, components, trainable)
+
+
+def _makers(config: ModelConfig, vocab_size: int) -> dict[str, Maker]:
+    """A function by component that makes its module. Nothing is made here: `make_component` only
+    traces a maker for its shapes. A tower comes before its projector, as `_layouts` requires."""
+    language = config.language
+    makers: dict[str, Maker] = {}
+    if config.vision is not None:
+        vision = config.vision
+        makers["vision"] = partial(VisionTower, vision)
+        makers["projector.vision"] = partial(vision_projector, vision, language.width)
+    if config.audio is not None:
+        audio = config.audio
+        makers["audio"] = partial(AudioTower, audio)
+        makers["projector.audio"] = partial(
+            Projector, audio.width, audio.merge, language.width, shapes=audio.projector
+        )
+    makers[LANGUAGE] = partial(Decoder, language, vocab_size)
+    if config.diffusion is not None:
+        diffusion = config.diffusion
+        makers["diffusion"] = partial(DiffusionTower, diffusion)
+        makers[f"{PROJECTOR}{LANGUAGE}"] = partial(
+            Projector, language.width, 1, diffusion.width, shapes=diffusion.projector_shapes
+        )
+    return makers
 
 
 def _component_and_adapter(
