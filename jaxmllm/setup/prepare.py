@@ -70,11 +70,7 @@ def prepare(config: Config, mesh: Mesh | AbstractMesh) -> RunInputs:
     if config.pipeline.schedule != "auto":
         scheduler_of(config.pipeline.schedule)
     tokenizer = load_tokenizer(config.data)
-    model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
-    if not model.trainable.components:
-        raise ConfigError(
-            "every component is frozen: set components.<name>.freeze: false for what shall be trained"
-        )
+    model = trained_model(config, tokenizer, mesh)
     spans = spans_of_phases(config, model)
     media = modalities(config.model, config.data)
     corpus, held_out = open_corpora(config, tokenizer, media, model, spans)
@@ -85,6 +81,17 @@ def prepare(config: Config, mesh: Mesh | AbstractMesh) -> RunInputs:
     samples = sizing_samples(order, corpus, config.data.batch_size)
     of_sources = source_batches(corpus.members, corpus, config.data.batch_size)
     return RunInputs(model, corpus, held_out, order, samples, spans, of_sources)
+
+
+def trained_model(config: Config, tokenizer: Tokenizer, mesh: Mesh | AbstractMesh) -> MLLM:
+    """The model of a config. Raises `ConfigError` and `MeshError` as `build_model` does, and
+    `ConfigError` if every component is frozen."""
+    model = build_model(config.model, vocabulary(config, tokenizer), config.components, mesh)
+    if not model.trainable.components:
+        raise ConfigError(
+            "every component is frozen: set components.<name>.freeze: false for what shall be trained"
+        )
+    return model
 
 
 def _check_drawings(config: Config, corpus: Corpus) -> None:

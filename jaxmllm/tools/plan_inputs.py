@@ -18,8 +18,7 @@ from jaxmllm.config.read import config_tree, parse_config
 from jaxmllm.config.schema import Config, ConfigError
 from jaxmllm.data.batches import Segment
 from jaxmllm.data.text.load import load_tokenizer
-from jaxmllm.models.compose import build_model
-from jaxmllm.setup.prepare import vocabulary
+from jaxmllm.setup.prepare import trained_model
 from jaxmllm.setup.sizing import model_flops
 from jaxmllm.tools.plan_lengths import DataLengths, MadeUpLengths, planned_steps
 from jaxmllm.tools.workload import DEFAULT_MIX
@@ -66,11 +65,7 @@ def make_planner(
     sizes = dict.fromkeys(AXES, 1) | {"data": devices}
     mesh = cluster_mesh(config, sizes, cluster)
     open_config = config.model_copy(update={"components": _default_layouts(config)})
-    model = build_model(config.model, vocabulary(config, tokenizer), open_config.components, mesh)
-    if not model.trainable.components:
-        raise ConfigError(
-            "every component is frozen: set components.<name>.freeze: false for what shall be trained"
-        )
+    model = trained_model(open_config, tokenizer, mesh)
     lengths: LengthsOf = (
         DataLengths(tokenizer, steps or range(planned_steps(config.data.batch_size)), history)
         if seed is None
