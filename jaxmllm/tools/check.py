@@ -35,6 +35,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -75,29 +76,7 @@ GENERATED = "sizes from lengths of jaxmllm/tools/workload.py, data.batch_size ex
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = measuring_parser(__doc__, "jaxmllm check")
-    add_config(parser)
-    parser.add_argument(
-        "--devices",
-        type=positive_int,
-        help="devices to compile for (default: as many as the mesh names)",
-    )
-    parser.add_argument(
-        "--chip",
-        default="h100",
-        help=f"chip to compile for: {', '.join(CHIPS)} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--only",
-        metavar="NAMES",
-        help="compile only these functions, separated by commas: encode,update",
-    )
-    parser.add_argument(
-        "--generated",
-        action="store_true",
-        help="use generated lengths instead of the config's data",
-    )
-    options = parse(parser, arguments)
+    options = parse(_parser(), arguments)
     only_compile()
     try:
         chip = chip_of(options.chip)
@@ -149,6 +128,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if failed:
         return 1
     return FELL_BACK if fallbacks else 0
+
+
+def _parser() -> ArgumentParser:
+    parser = measuring_parser(__doc__, "jaxmllm check")
+    add_config(parser)
+    parser.add_argument(
+        "--devices",
+        type=positive_int,
+        help="devices to compile for (default: as many as the mesh names)",
+    )
+    parser.add_argument(
+        "--chip",
+        default="h100",
+        help=f"chip to compile for: {', '.join(CHIPS)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only",
+        metavar="NAMES",
+        help="compile only these functions, separated by commas: encode,update",
+    )
+    parser.add_argument(
+        "--generated",
+        action="store_true",
+        help="use generated lengths instead of the config's data",
+    )
+    return parser
 
 
 def only_compile() -> None:

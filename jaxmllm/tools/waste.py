@@ -197,14 +197,7 @@ def measure(config: Config, inputs: RunInputs, steps: int) -> list[dict[str, Any
 
     Records of methods whose rows cannot hold the largest items have no figures.
     """
-    alone = replace(inputs, spans=dict.fromkeys(inputs.spans, (1,)))
-    specs: dict[str, PlanSpec] = {}
-    for method, (mode, shares) in PLANNED.items():
-        try:
-            specs[method] = plan_spec(with_mode(config, mode), inputs if shares else alone)
-        except ConfigError:  # only rows of several ranks hold the largest items
-            if shares:
-                raise
+    specs = _specs(config, inputs)
     wastes: dict[tuple[str, str], list[PhaseWaste]] = defaultdict(list)  # by phase and method
     plan_ms: dict[str, list[float]] = defaultdict(list)
     for step in range(steps):
@@ -234,6 +227,20 @@ def measure(config: Config, inputs: RunInputs, steps: int) -> list[dict[str, Any
         milliseconds = statistics.median(plan_ms[method]) if method in plan_ms else None
         records.append(_record("all", method, over_ideal=_over_ideal(group), plan_ms=milliseconds))
     return records
+
+
+def _specs(config: Config, inputs: RunInputs) -> dict[str, PlanSpec]:
+    """What steps are planned by, for every method of `PLANNED` whose rows hold the largest
+    items."""
+    alone = replace(inputs, spans=dict.fromkeys(inputs.spans, (1,)))
+    specs = {}
+    for method, (mode, shares) in PLANNED.items():
+        try:
+            specs[method] = plan_spec(with_mode(config, mode), inputs if shares else alone)
+        except ConfigError:  # only rows of several ranks hold the largest items
+            if shares:
+                raise
+    return specs
 
 
 def _padding_wastes(items: BatchItems, spec: PlanSpec) -> dict[tuple[str, str], PhaseWaste]:
