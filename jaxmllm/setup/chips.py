@@ -215,7 +215,8 @@ def _gpu_topology(chip: Chip, count: int) -> str:
     hosts, remainder = divmod(count, chip.devices_per_host)
     if remainder:
         raise ChipError(
-            f"{count} devices of {chip.name} are no whole hosts of {chip.devices_per_host}"
+            f"{count} devices of {chip.name} are no whole hosts of {chip.devices_per_host}; say {count - remainder} or "
+            f"{count - remainder + chip.devices_per_host}"
         )
     return f"1x{hosts}x{chip.devices_per_host}"
 

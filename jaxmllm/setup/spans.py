@@ -51,7 +51,8 @@ def mesh_spans(config: Config) -> tuple[int, ...]:
         if longer % shorter:
             raise ConfigError(
                 f"phases.<phase>.spans: {shorter} of one phase does not divide {longer} of another (`auto` is "
-                f"{list(auto_cut)} at least); the mesh cannot be cut for both"
+                f"{list(auto_cut)} at least), so that the mesh cannot be cut for both; choose spans of which each "
+                "divides the next, over all phases"
             )
     # Each multiplies the longest span, so that every span divides the next. Axes without such a
     # factor are not cut further.

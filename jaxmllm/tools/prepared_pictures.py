@@ -133,7 +133,9 @@ def _read_squares(
     arrays = prepared.arrays
     places = prepared.places["image"]
     if unused := [name for name in ARGUMENTS[1:] if name in arrays]:
-        raise ConfigError(f"{path} has {unused[0]}, and pictures of this model are squares")
+        raise ConfigError(
+            f"{path} has {unused[0]}, and pictures of this model are squares; leave it out"
+        )
     pixels = arrays["pixel_values"]
     side = images.side
     if pixels.ndim != 4 or pixels.shape[1:] != (3, side, side):

@@ -68,8 +68,9 @@ def test_hosts_of_gpus(count, words):
 
 
 def test_half_a_host_besides_whole_ones_is_refused():
-    with pytest.raises(ChipError, match="12 devices of h100 are no whole hosts of 8"):
+    with pytest.raises(ChipError, match="12 devices of h100 are no whole hosts of 8") as refusal:
         chips._gpu_topology(CHIPS["h100"], 12)
+    assert str(refusal.value).endswith("; say 8 or 16")
 
 
 @pytest.mark.parametrize(

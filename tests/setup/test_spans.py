@@ -115,6 +115,10 @@ def test_auto_takes_blocks_that_hold_no_whole_tokens(tmp_path):
             {"phases__vision__spans": [3], "phases__audio__spans": [1, 2]},
             r"phases\.<phase>\.spans: 2 of one phase does not divide 3 of another",
         ),
+        (
+            {"phases__vision__spans": [3], "phases__audio__spans": [2]},
+            r"choose spans of which each divides the next, over all phases",
+        ),
         ({"phases__audio__spans": []}, r"phases\.audio\.spans: .*different numbers of ranks"),
         ({"phases__audio__spans": [2, 2]}, r"phases\.audio\.spans: .*different numbers of ranks"),
         ({"phases__audio__spans": [4, 6]}, r"phases\.audio\.spans: .*each divides the next"),

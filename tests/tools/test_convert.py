@@ -256,6 +256,7 @@ def test_squares_that_are_none(tmp_path, capsys):
         ({"pixel_values": pixels[:, :, 1:]}, "pixel_values must be [pictures, 3, 16, 16] (got [3"),
         ({"pixel_values": pixels[1:]}, "the pictures of pixel_values have [4, 4] tokens, and mm_"),
         ({"image_grid_thw": np.ones((3, 3))}, "has image_grid_thw, and pictures of this model ar"),
+        ({"image_grid_thw": np.ones((3, 3))}, "squares; leave it out"),
     ):
         np.savez(tmp_path / "inputs.npz", **inputs | changes)
         assert main(["verify", str(folder), str(tmp_path / "inputs.npz")]) == 2
