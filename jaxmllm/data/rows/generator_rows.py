@@ -83,17 +83,13 @@ def generator_rows(
         ),
     )
     guided = generated.copies > 1
-    drawn: dict[int, Draws] = {}
-    for item in local.items.tolist():
-        index = int(items.example[item])
-        patches = generated.patch_count(int(items.real[item]), int(items.tokens[item]))
-        item_number = batch.number_in_example(phase, item)
-        drawn[item] = draws.of(index, item_number, patches // generated.copies)
+    drawn = _draw_for_items(batch, local, generated, draws)
+    for item, draw in drawn.items():
         row = rows[plan.microbatch[item]]
         row_segment = local.row(item), int(plan.segment[item]) - 1
-        row["noise"][row_segment] = drawn[item].noise
-        row["times"][row_segment] = drawn[item].time
-        row["sources"][row_segment] = batch.source(index)
+        row["noise"][row_segment] = draw.noise
+        row["times"][row_segment] = draw.time
+        row["sources"][row_segment] = batch.source(int(items.example[item]))
     # Every slot starts as its own partner; filling the items overwrites the slots of their patches.
     if guided:
         for row in rows:
@@ -108,6 +104,19 @@ def generator_rows(
             row["arrived"] = row["conditions"].copy()
         finish_generator_row(row, attention, phase, span)
     return rows, failures
+
+
+def _draw_for_items(
+    batch: Batch, local: LocalRows, generated: Generated, draws: StepDraws
+) -> dict[int, Draws]:
+    """What is drawn for each item of the local rows, in their order."""
+    items = batch.items.phases[local.phase]
+    drawn = {}
+    for item in local.items.tolist():
+        patches = generated.patch_count(int(items.real[item]), int(items.tokens[item]))
+        number = batch.number_in_example(local.phase, item)
+        drawn[item] = draws.of(int(items.example[item]), number, patches // generated.copies)
+    return drawn
 
 
 @dataclass(frozen=True)
