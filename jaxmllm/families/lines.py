@@ -52,6 +52,12 @@ def full_index(shape: tuple[int, ...]) -> Index:
     return tuple(slice(0, size) for size in shape)
 
 
+def _axes(text: str) -> tuple[str, ...]:
+    """The axes on one side of a line; the letters of a group are separated by spaces."""
+    # A pair for each axis: (letters, "") for a group in parentheses, ("", letter) for any other
+    return tuple(group or letter for group, letter in _AXIS.findall(text))
+
+
 @dataclass(frozen=True)
 class Line:
     """One line: a key, of one tensor or one per layer or expert; axes of tensor and parameter."""
@@ -75,35 +81,41 @@ class Line:
         match = _LINE_FORM.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not of the form 'key: axes -> axes'")
-        # A pair for each axis: (letters, "") for a group in parentheses, ("", letter) for any other
-        axes = _AXIS.findall(match["tensor"])
-        signed = [(group or letter).split() for group, letter in axes]
-        backward = frozenset(
-            letter[1:] for group in signed for letter in group if letter.startswith("-")
-        )
+        signed = [axis.split() for axis in _axes(match["tensor"])]
         tensor = tuple(tuple(letter.removeprefix("-") for letter in group) for group in signed)
-        parameter = tuple(group or letter for group, letter in _AXIS.findall(match["parameter"]))
+        backward = {letter[1:] for letter in itertools.chain(*signed) if letter.startswith("-")}
+        parameter = _axes(match["parameter"])
         joined = " ".join(axis for axis in parameter if " " in axis).split()
         # The parameter's shape gives all sizes, but of joined letters only the product.
         if missing := [letter for letter in joined if letter not in (sizes or {})]:
             raise ValueError(f"{text!r}: nothing says the size of {', '.join(missing)}")
-        of_joined = {letter: (sizes or {})[letter] for letter in joined}
-        part = int(match["part"] or 0)
-        parts = int(match["parts"] or 1)
-        if part >= parts:
+        line = cls(
+            match["key"],
+            tensor,
+            parameter,
+            joined={letter: (sizes or {})[letter] for letter in joined},
+            part=int(match["part"] or 0),
+            parts=int(match["parts"] or 1),
+            part_axis=int(match["axis"] or 0),
+            backward=frozenset(backward),
+        )
+        line._check(text)
+        return line
+
+    def _check(self, text: str) -> None:
+        """Raise ValueError unless the line, parsed from `text`, is one that can be followed."""
+        if self.part >= self.parts:
             raise ValueError(f"{text!r}: parts of a tensor are counted from 0")
-        axis = int(match["axis"] or 0)
-        if axis and (axis >= len(tensor) or len(tensor[axis]) > 1):
+        axis = self.part_axis
+        if axis and (axis >= len(self.tensor) or len(self.tensor[axis]) > 1):
             raise ValueError(f"{text!r}: there is no axis {axis} of one letter to part")
-        line = cls(match["key"], tensor, parameter, of_joined, part, parts, axis, backward)
-        if line.parameter[: len(line.stacked)] != line.stacked or {*STACKED} & {*line.letters}:
+        if self.parameter[: len(self.stacked)] != self.stacked or {*STACKED} & {*self.letters}:
             raise ValueError(
                 f"{text!r}: {{layer}} and {{expert}} in the key go with layer and expert as the first axes"
             )
-        letters = sorted(itertools.chain(*tensor))
-        if letters != sorted(line.letters) or len({*letters}) < len(letters):
+        letters = sorted(itertools.chain(*self.tensor))
+        if letters != sorted(self.letters) or len({*letters}) < len(letters):
             raise ValueError(f"{text!r} must have the same letters on both sides, each once")
-        return line
 
     @property
     def stacked(self) -> tuple[str, ...]:
