@@ -307,12 +307,17 @@ def _is_below_error(record: logging.LogRecord) -> bool:
 
 def one_line(error: BaseException) -> str:
     """One line that describes an exception: the first that comes from the disk in its chain and in
-    the groups there, else the exception itself, or the first in it if it is a group."""
+    the groups there, else the exception itself, or the first in it if it is a group.
+
+    The middle of a long text is left out: tensorstore names a file twice before it says what the
+    disk said.
+    """
     described = _disk_error(error) or error
     while isinstance(described, BaseExceptionGroup):
         described = described.exceptions[0]
     text = " ".join(str(described).split()) or type(described).__name__
-    return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + " ..."
+    half = LONGEST_REASON // 2
+    return text if len(text) <= LONGEST_REASON else f"{text[:half]} ... {text[-half:]}"
 
 
 def _disk_error(error: BaseException | None) -> OSError | None:

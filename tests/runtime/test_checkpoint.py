@@ -438,6 +438,10 @@ def test_a_line_about_an_error_names_what_the_disk_said() -> None:
     without_disk = ExceptionGroup("unhandled", [ExceptionGroup("inner", [ValueError("a\nb")])])
     assert checkpoint_files.one_line(without_disk) == "a b"
     assert checkpoint_files.one_line(ValueError()) == "ValueError"
+    folder = "/runs/" + "long/" * 100
+    long_line = checkpoint_files.one_line(ValueError(f"Error writing {folder}: No space left"))
+    assert long_line.startswith("Error writing /runs/long/") and len(long_line) < 310
+    assert long_line.endswith("long/: No space left")
 
 
 @pytest.mark.parametrize("late", [False, True])
