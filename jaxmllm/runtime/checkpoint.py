@@ -57,7 +57,7 @@ class Checkpoints:
     A checkpoint is sound unless `save` was called with `sound=False`. An unsound one is kept only
     as long as it is the newest, and never counts towards `keep`. Saving is asynchronous: `save`
     returns once the arrays are copied to the host, so the caller may donate them. An error while
-    writing is raised by the next `save`, `wait` or `close`.
+    writing is raised by the next `look`, `save`, `wait` or `close`.
     """
 
     def __init__(self, directory: str | Path, keep: int, expected_bytes: int = 0) -> None:
@@ -74,6 +74,7 @@ class Checkpoints:
         # file system.
         self._known_steps = set(self.steps)
         self._writing_step: int | None = None
+        self._pruned = True  # whether deletions have begun since the last `save`
         self._swept = False
         # Deletion takes a second for every few GB, and all processes would wait for it in `save`.
         self._deleter = ThreadPoolExecutor(1)
@@ -97,6 +98,7 @@ class Checkpoints:
         self.wait()
         self._known_steps.add(step)
         self._writing_step = step
+        self._pruned = False
         hush_writers(True)
         self._handler.sound = sound  # read when this save is finalized; the next one waits for that
         with self._explain_errors():
@@ -183,6 +185,16 @@ class Checkpoints:
             )
         return None
 
+    def look(self) -> None:
+        """Begin the deletions that a save makes possible as soon as it is complete, without waiting
+        for it, so that the next one finds their room: a quota, unlike a full disk, shows only when
+        it is exceeded. Raises `CheckpointError` if the save has failed."""
+        with self._explain_errors():
+            self._writer.check_for_errors()
+            complete = self.directory / str(self._writing_step)
+            if _is_main() and not self._pruned and complete.exists():
+                self._prune()
+
     def wait(self) -> None:
         """Block until every save that was begun is complete on disk. Raises `CheckpointError` if
         one fails."""
@@ -230,12 +242,7 @@ class Checkpoints:
         except Exception as error:
             step = self._writing_step
             self._writing_step = None
-            complete = [saved_step for saved_step in self.steps if saved_step != step]
-            latest = (
-                f"the latest complete one is {complete[-1]}"
-                if complete
-                else "there is no complete one"
-            )
+            latest = self._latest_text(failed=step)
             # A timeout of waiting for the save; those of the disk itself have an errno.
             if isinstance(error, TimeoutError) and error.errno is None:
                 raise CheckpointError(
@@ -246,6 +253,13 @@ class Checkpoints:
                 f"checkpoint {step} cannot be written to {self.directory}: {one_line(error)}; {latest}: make room or "
                 "fix the folder, then --resume"
             ) from error
+
+    def _latest_text(self, failed: int | None = None) -> str:
+        """Which checkpoint the run can be resumed from when the save of step `failed` has failed."""
+        complete = [step for step in self.steps if step != failed]
+        if not complete:
+            return "there is no complete one"
+        return f"the latest complete one is {complete[-1]}"
 
     def _sweep(self) -> None:
         """Make the folder and, the first time, remove what killed processes left there."""
@@ -262,6 +276,7 @@ class Checkpoints:
         One whose soundness cannot be read does not count towards `keep`, but may be readable later:
         it is deleted when `keep` sound ones are newer.
         """
+        self._pruned = True
         soundness = {step: is_sound(self.directory / str(step)) for step in self.steps}
         sound = [step for step in soundness if soundness[step]]
         oldest = sound[-self.keep] if len(sound) >= self.keep else 0
@@ -276,11 +291,17 @@ class Checkpoints:
             self._deletion = self._deleter.submit(_delete, doomed)
 
     def _await_deletion(self) -> None:
-        """Wait for deletions that were begun. Raises `OSError` if one failed."""
+        """Wait for deletions that were begun. Raises `CheckpointError` if one failed."""
         deletion = self._deletion
         self._deletion = None
-        if deletion is not None:
-            deletion.result()
+        try:
+            if deletion is not None:
+                deletion.result()
+        except OSError as error:
+            raise CheckpointError(
+                f"an old checkpoint cannot be deleted from {self.directory}: {one_line(error)}; "
+                f"{self._latest_text()}: fix the folder, then --resume"
+            ) from error
 
     def _put_aside(self, step: int) -> None:
         self._known_steps.discard(step)

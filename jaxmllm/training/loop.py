@@ -163,6 +163,7 @@ class Loop:
         began = time.monotonic()
         self.state, metrics = programs.train(self.state, programs.put(batch))
         self.step += 1
+        self.checkpoints.look()
         if self.run.is_main:  # while the devices compute
             programs.save_schedule(batch, self.run.directory / SCHEDULE_FILE)
             if self.profiler.recording:

@@ -170,6 +170,18 @@ def test_a_save_does_not_wait_until_old_checkpoints_are_deleted(
     assert [entry.name for entry in tmp_path.iterdir()] == ["4"], "the end waits"
 
 
+def test_a_complete_save_makes_room_before_the_next(tmp_path: Path) -> None:
+    state = {"w": jnp.ones((4, 4))}
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.look()
+        for step in (1, 2):
+            checkpoints.save(step, state)
+            checkpoints._writer._async_manager._thread.join(60)
+        assert checkpoints.steps == [1, 2]
+        checkpoints.look()
+        assert checkpoints.steps == [2]
+
+
 @pytest.mark.parametrize(("free", "left"), [(99, []), (100, ["1.deleted"])])
 def test_a_save_waits_for_a_deletion_where_it_needs_the_room(
     tmp_path: Path, monkeypatch: Any, free: int, left: list[str]
@@ -207,8 +219,9 @@ def test_a_deletion_that_fails_is_one_line_of_the_next_save(
         checkpoints.save(3, state)
         with pytest.raises(
             CheckpointError, match="Permission denied; the latest complete one is 3"
-        ):
+        ) as caught:
             checkpoints.save(4, state)
+        assert str(caught.value).startswith(f"an old checkpoint cannot be deleted from {tmp_path}")
     checkpoints.close()
     assert checkpoints.steps == [3] and caplog.records == []
 

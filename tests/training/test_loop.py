@@ -5,9 +5,11 @@ steps without the undecodable example.
 """
 
 import dataclasses
+import errno
 import functools
 import json
 import math
+import os
 import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +29,7 @@ from jaxmllm.data.batches import evaluation_steps
 from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.data.sources.jsonl import JsonLines
 from jaxmllm.models.rows import EncoderRows, LanguageRows
+from jaxmllm.runtime import checkpoint_files
 from jaxmllm.runtime.checkpoint import Checkpoints
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.metrics import read_summary
@@ -758,3 +761,25 @@ def test_run_stops_after_too_many_skipped_updates(data, tmp_path, capsys):
         f"step {last_finite_step + 1}: no checkpoint, the last 1 updates were not finite"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_ends_the_run_before_the_next_one(data, tmp_path, monkeypatch):
+    tree = tiny_config(
+        data, run={"directory": str(tmp_path), "steps": 5}, checkpoint={"every": 2, "keep": 1}
+    )
+    tree["mesh"] = {"data": 8}
+    save = Checkpoints.save
+
+    def saved_at_once(checkpoints, *arguments, **options):
+        save(checkpoints, *arguments, **options)
+        checkpoints._writer._async_manager._thread.join(60)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Checkpoints, "save", saved_at_once)
+    monkeypatch.setattr(checkpoint_files, "_checksum", full)
+    with pytest.raises(CheckpointError, match=r"checkpoint 2 cannot be written .*No space left"):
+        train(build_run(parse_config(tree)))
+    assert read_summary(tmp_path)["steps"] == 3
