@@ -127,12 +127,25 @@ def _wait(children: Sequence[subprocess.Popen[str]]) -> int:
     """Wait until all children have succeeded or one has failed; return the exit code."""
     while True:
         codes = [child.poll() for child in children]
-        failed = [code for code in codes if code]
+        failed = [(process, code) for process, code in enumerate(codes) if code]
         if failed:
-            return failed[0] if failed[0] > 0 else 128 - failed[0]
+            return _shell_code(*failed[0])
         if all(code == 0 for code in codes):
             return 0
         time.sleep(POLL)
+
+
+def _shell_code(process: int, code: int) -> int:
+    """The exit code of a process that failed, as a shell would have it. One that was killed, which
+    could not say so, is named."""
+    if code > 0:
+        return code
+    cause = signal.strsignal(-code)
+    print(
+        f"process {process} was ended by signal {-code} ({cause}); the others end, too",
+        file=sys.stderr,
+    )
+    return 128 - code
 
 
 def _end(children: Sequence[subprocess.Popen[str]]) -> None:

@@ -104,9 +104,12 @@ def test_a_failure_ends_the_others_and_gives_the_exit_code(tmp_path):
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
-def test_death_by_signal_counts_as_in_a_shell():
+def test_death_by_signal_counts_as_in_a_shell(capfd):
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert run_local(python(code), processes=1, devices=1) == 128 + signal.SIGKILL
+    assert (
+        capfd.readouterr().err == "process 0 was ended by signal 9 (Killed); the others end, too\n"
+    )
 
 
 def test_a_process_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
