@@ -237,10 +237,17 @@ class Corpus:
         counts = ", ".join(f"{examples} {reason}" for reason, examples in by_reason) or "none"
         quoted = "".join(f"\n  {refusal}" for refusal in rejected[:SHOWN])
         unquoted = f"\n  and {len(rejected) - SHOWN} more" if len(rejected) > SHOWN else ""
+        no_json = "".join(
+            f"\n{shown(index.source.path)} is no JSONL file, in which each line is a JSON object (see README.md)."
+            for index in self.indexes
+            if not len(index)
+            and {refusal.reason for refusal in index.rejected} == {"malformed_json"}
+        )
+        way_on = ", or raise data.max_rejected to train without them" if len(self) else ""
         raise RejectedError(
             f"{len(rejected)} of {total} examples are refused, data.max_rejected allows a share of {max_rejected:g} "
-            f"and at least one must remain; by reason: {counts}.{quoted}{unquoted}\n"
-            "Fix the records, or raise data.max_rejected to train without them.",
+            f"and at least one must remain; by reason: {counts}.{quoted}{unquoted}{no_json}\n"
+            f"Fix the records{way_on}.",
             rejected,
         )
 

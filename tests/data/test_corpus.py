@@ -251,6 +251,20 @@ def test_rejected_share(corpus: Corpus) -> None:
     assert "first.jsonl:3: not valid JSON" in message and "data.max_rejected" in message
 
 
+def test_a_file_without_a_line_of_json_is_told_apart(tmp_path: Path) -> None:
+    """A table, for instance, or one JSON array over several lines."""
+    write(tmp_path / "a.csv", "image,text", "a.png,a cat")
+    write(tmp_path / "b.jsonl", "{", record("x"))
+    sources = [SourceConfig(name=name, path=str(tmp_path / name)) for name in ("a.csv", "b.jsonl")]
+    with pytest.raises(DataError) as caught:
+        Corpus.open(sources, ByteTokenizer(), MODALITIES).check_rejected(0)
+    *_, told, way_on = str(caught.value).splitlines()
+    assert told.startswith(f"{tmp_path / 'a.csv'} is no JSONL file, in which each line is")
+    assert way_on == "Fix the records, or raise data.max_rejected to train without them."
+    with pytest.raises(DataError, match=r"Fix the records\.$"):
+        Corpus.open(sources[:1], ByteTokenizer(), MODALITIES).check_rejected(1)
+
+
 def test_a_share_is_allowed_that_is_just_reached(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", *["{"] * 29, *[record("x")] * 71)
     corpus = Corpus.open(
