@@ -80,8 +80,10 @@ def stage_sizes(
       ConfigError: rows of components are split over different axes of the mesh, or for a reason of
         `choose_pipeline`.
     """
-    axes = {phase: model.layout(phase).whole_axes("batch") for phase in model.phases}
-    if set(axes.values()) != {axes[LANGUAGE]}:
+    layouts = {phase: model.layout(phase) for phase in model.phases}
+    # Axes of size 1 split nothing, so layouts may differ in them.
+    if len({layout.split_axes("batch") for layout in layouts.values()}) > 1:
+        axes = {phase: layout.whole_axes("batch") for phase, layout in layouts.items()}
         raise ConfigError(
             f"pipeline.stages ({config.pipeline.stages}): all components need the same ranks, but their rows are "
             f"split over {axes}; leave `batch` out of components.<name>.layout"

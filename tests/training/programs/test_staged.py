@@ -33,7 +33,15 @@ from sharding.pipeline.graph import Pool
 from sharding.pipeline.schedules.by_name import SCHEDULES
 from sharding.pipeline.table_file import load_tables
 from tests.sharding.pipeline.schedules.toy import TOY
-from tests.support import EXHAUSTIVE, Result, assert_close, assert_same, slow_cases, tiny_config
+from tests.support import (
+    ENCODER_LAYOUT,
+    EXHAUSTIVE,
+    Result,
+    assert_close,
+    assert_same,
+    slow_cases,
+    tiny_config,
+)
 
 EXAMPLES = np.random.default_rng(0).permutation(96)[:24]
 KINDS = [(), ("vision",), ("audio",), ("vision", "audio")]
@@ -714,6 +722,13 @@ def test_settings_that_cannot_be(data, changes, words):
     with pytest.raises(USER_ERRORS) as error:
         sizes(data, devices, mesh=mesh, **changes)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_layout_may_name_an_axis_of_one_device(data):
+    """The layout that spreads an encoder over `tensor` changes nothing where that is one device."""
+    staged = {"mesh": {"data": 2}, "pipeline": {"stages": 2, "layout": "chain"}}
+    wide = {f"components__{phase}__layout": ENCODER_LAYOUT for phase in ("vision", "audio")}
+    assert sizes(data, 4, **staged, **wide).spec == sizes(data, 4, **staged).spec
 
 
 @pytest.mark.parametrize(
