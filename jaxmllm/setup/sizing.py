@@ -28,7 +28,8 @@ from jaxmllm.setup.prepare import RunInputs
 from jaxmllm.setup.row_memory import kept_forwards, slots_that_fit
 from jaxmllm.setup.row_shapes import alignment
 from jaxmllm.setup.spans import Spans
-from sharding.mesh import axis_sizes, platform_of
+from sharding.mesh import axis_sizes, platform_of, whole_axis
+from sharding.rules import APART
 
 LARGEST_EXAMPLES = 64  # for each figure of `largest_examples`; each must fit a pipeline by itself
 LENGTHS_AT_ONCE = 1 << 16  # examples whose slots are summed at one time, to bound memory
@@ -77,8 +78,8 @@ def stage_sizes(
       memory: bytes of a device; none: those of this process's devices.
 
     Raises:
-      ConfigError: rows of components are split over different axes of the mesh, or for a reason of
-        `choose_pipeline`.
+      ConfigError: rows of components are split over different axes of the mesh, or over axes that
+        split layers of others, or for a reason of `choose_pipeline`.
     """
     layouts = {phase: model.layout(phase) for phase in model.phases}
     # Axes of size 1 split nothing, so layouts may differ in them.
@@ -88,6 +89,7 @@ def stage_sizes(
             f"pipeline.stages ({config.pipeline.stages}): all components need the same ranks, but their rows are "
             f"split over {axes}; leave `batch` out of components.<name>.layout"
         )
+    _check_row_parts(model)
     return choose_pipeline(
         samples,
         phases,
@@ -100,6 +102,22 @@ def stage_sizes(
         partial(kept_forwards, config, model, memory=memory),
         learns_text=config.objective.learns_text,
     )
+
+
+def _check_row_parts(model: MLLM) -> None:
+    """Raise `ConfigError` where a mesh axis splits the rows of one component and the layers of
+    another: one program runs all of them, and its code is that of one device along the axes of
+    rows, where nothing would add up the parts of a layer."""
+    layouts = {name: component.layout for name, component in model.components.items()}
+    for phase in model.phases:
+        row_axes = {whole_axis(axis) for axis in layouts[phase].split_axes("sequence")}
+        for name, layout in layouts.items():
+            layer_axes = {whole_axis(axis) for axis in layout.split_axes(*APART["sequence"])}
+            if shared := sorted(row_axes & layer_axes):
+                raise ConfigError(
+                    f"components.{phase}.layout.sequence: with pipeline.stages, mesh axes {shared} cannot split rows "
+                    f"of {phase} and layers of {name}; leave `sequence` out, or name other axes"
+                )
 
 
 def remat_of(config: Config, model: MLLM) -> dict[str, Remat]:

@@ -714,6 +714,14 @@ def sizes(data, devices: int, **changes):
             },
             ["components.<name>.layout", "same ranks"],
         ),
+        (
+            {
+                "pipeline": {"stages": 2, "layout": "chain"},
+                "mesh": {"data": 1, "tensor": 2},
+                "components__vision__layout": {"sequence": ["tensor"]},
+            },
+            ["components.vision.layout.sequence", "pipeline.stages", "['tensor']"],
+        ),
     ],
 )
 def test_settings_that_cannot_be(data, changes, words):
