@@ -65,7 +65,7 @@ from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, rese
 from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.setup.sizing import plan_spec, resolved_shapes
-from jaxmllm.setup.spans import mesh_spans
+from jaxmllm.setup.spans import node_spans
 from jaxmllm.tools.arguments import measuring_parser
 from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.tools.workload import describe
@@ -164,7 +164,9 @@ class Variant:
 def measure(config: Config, steps: int, compared: str, by_phase: int) -> dict[str, Any]:
     """Seconds of every step by variant, and the FLOPs by which the plans predict them; then, from
     `by_phase` further steps, the amounts of each phase."""
-    inputs = prepare(config, make_mesh(config.mesh.model_dump(), spans=mesh_spans(config)))
+    inputs = prepare(
+        config, make_mesh(config.mesh.model_dump(), spans=node_spans(config, config.mesh_sizes))
+    )
     variants = {name: Variant.of(config, inputs, name) for name in VARIANTS[compared]}
     names = list(variants)
     state = variants[names[0]].programs.init(config.run.seed)

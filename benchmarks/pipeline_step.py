@@ -40,7 +40,7 @@ from jaxmllm.data.rows.fill import StepFiller
 from jaxmllm.runtime.distributed import PROCESS_ID, initialize_distributed, reserve_cpu_threads
 from jaxmllm.setup.build import make_programs
 from jaxmllm.setup.prepare import RunInputs, prepare
-from jaxmllm.setup.spans import mesh_spans
+from jaxmllm.setup.spans import node_spans
 from jaxmllm.tools.arguments import measuring_parser
 from jaxmllm.tools.output import print_table, write_json
 from jaxmllm.tools.tick_times import TickTimes, call_seconds, measure_ticks
@@ -137,7 +137,9 @@ def measure(config: Config, plans: Sequence[str], steps: int, repeats: int) -> M
     Args:
       repeats: rounds of the calibration from which seconds are predicted.
     """
-    inputs = prepare(config, make_mesh(config.mesh_sizes, spans=mesh_spans(config)))
+    inputs = prepare(
+        config, make_mesh(config.mesh_sizes, spans=node_spans(config, config.mesh_sizes))
+    )
     times = calibrate(config, inputs, repeats)
     planned = {name: Planned.make(config, inputs, PLANS[name]) for name in plans}
     states = {name: prepared.programs.init(config.run.seed) for name, prepared in planned.items()}

@@ -41,7 +41,7 @@ from jaxmllm.runtime.distributed import reserve_cpu_threads
 from jaxmllm.runtime.hardware import measured_cpu_flops
 from jaxmllm.setup.build import plan_programs
 from jaxmllm.setup.prepare import prepare
-from jaxmllm.setup.spans import mesh_spans
+from jaxmllm.setup.spans import node_spans
 from jaxmllm.tools.output import print_table
 from jaxmllm.tools.sample_data import make_sample
 from jaxmllm.training.programs.base import Programs, compile_jobs
@@ -129,7 +129,9 @@ class Setting:
     def of(cls, name: str, config: Config) -> Setting:
         """Compile its programs; plan and transfer the first batch after those from which sizes were
         chosen."""
-        inputs = prepare(config, make_mesh(config.mesh_sizes, spans=mesh_spans(config)))
+        inputs = prepare(
+            config, make_mesh(config.mesh_sizes, spans=node_spans(config, config.mesh_sizes))
+        )
         programs, sizes = plan_programs(config, inputs)
         trained_names = (name for name in programs.jobs if name.function != "evaluate")
         programs.compiled = compile_jobs({name: programs.jobs[name] for name in trained_names})

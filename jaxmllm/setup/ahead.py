@@ -23,7 +23,7 @@ from jaxmllm.config.schema import Config
 from jaxmllm.runtime.compiler_options import compiler_options
 from jaxmllm.setup.chips import Chip, chip_devices
 from jaxmllm.setup.hlo import Collective, Module, collectives, mesh_axes, parse
-from jaxmllm.setup.spans import mesh_spans
+from jaxmllm.setup.spans import node_spans
 from jaxmllm.training.programs.base import Job, ProgramName, Programs
 from sharding.mesh import make_mesh, whole_axis
 
@@ -101,7 +101,9 @@ def target_mesh(config: Config, chip: Chip, devices: int) -> Mesh:
       ChipError: there are no such devices to compile for.
       MeshError: the mesh has another number of devices.
     """
-    return make_mesh(config.mesh_sizes, chip_devices(chip, devices), spans=mesh_spans(config))
+    return make_mesh(
+        config.mesh_sizes, chip_devices(chip, devices), spans=node_spans(config, config.mesh_sizes)
+    )
 
 
 def check_job(

@@ -37,7 +37,7 @@ from jaxmllm.setup.prepare import RunInputs, prepare
 from jaxmllm.setup.row_memory import check_room_for_pools, kept_residuals
 from jaxmllm.setup.row_shapes import attention_spec
 from jaxmllm.setup.sizing import pipeline_sizes, plan_spec, resolved_shapes
-from jaxmllm.setup.spans import left_alone, mesh_spans
+from jaxmllm.setup.spans import left_alone, node_spans
 from jaxmllm.training.averages import first_averages
 from jaxmllm.training.optimizer import MOMENTS
 from jaxmllm.training.process_messages import WarningLog
@@ -61,7 +61,8 @@ def build_run(config: Config) -> Run:
     """
     compilations = CompilationCounter()  # first: these two record from here on
     warnings = WarningLog()
-    inputs = prepare(config, make_mesh(config.mesh_sizes, spans=mesh_spans(config)))
+    spans = node_spans(config, config.mesh_sizes, jax.local_device_count())
+    inputs = prepare(config, make_mesh(config.mesh_sizes, spans=spans))
     _check_room_for_checkpoints(config, inputs.model)
     programs, pipeline = make_programs(config, inputs)
     batch_size = config.data.batch_size

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from jaxmllm.config.schema import Config, ConfigError
-from jaxmllm.setup.spans import mesh_spans
+from jaxmllm.setup.spans import node_spans
 from sharding.mesh import abstract_mesh
 
 
@@ -40,8 +40,8 @@ def planning_mesh(config: Config, ranks: int | None = None) -> AbstractMesh:
                     f"mesh.{axis} is -1, but --ranks leaves no devices to count; set mesh.{axis} to a number"
                 )
     if -1 in sizes.values():
-        return abstract_mesh(sizes, jax.device_count(), spans=mesh_spans(config))
-    return abstract_mesh(sizes, math.prod(sizes.values()), spans=mesh_spans(config))
+        return abstract_mesh(sizes, jax.device_count(), spans=node_spans(config, sizes))
+    return abstract_mesh(sizes, math.prod(sizes.values()), spans=node_spans(config, sizes))
 
 
 def check_staged(config: Config) -> None:
@@ -63,4 +63,4 @@ def staged_mesh(config: Config) -> AbstractMesh:
     sizes = config.mesh_sizes
     fixed = math.prod(size for size in sizes.values() if size != -1)
     devices = fixed * max(1, jax.device_count() // fixed) if -1 in sizes.values() else fixed
-    return abstract_mesh(sizes, devices, spans=mesh_spans(config))
+    return abstract_mesh(sizes, devices, spans=node_spans(config, sizes))

@@ -1,14 +1,16 @@
 """How many neighbouring ranks may hold a row together, by phase.
 
-config --mesh_spans--> how far the mesh's axes are cut
+config --mesh_spans--> how far the mesh's axes are cut --node_spans--> inside nodes first
 config, layouts, nodes --spans_of_phases--> spans that the sizes of rows are chosen from
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 
 import numpy as np
 
@@ -59,6 +61,44 @@ def mesh_spans(config: Config) -> tuple[int, ...]:
     for factor in ODD_FACTORS if cut_by_odd else ():
         ascending.append(factor * ascending[-1])
     return tuple(ascending)
+
+
+def node_spans(
+    config: Config, sizes: Mapping[str, int], local_devices: int | None = None
+) -> tuple[int, ...]:
+    """The spans of `mesh_spans` with their factors in the order in which groups fill a node: on
+    nodes of 6 ranks 1, 2, 6, 12, .. in place of 1, 2, 4, 8, .., of which 4 would cross nodes.
+
+    Args:
+      sizes: devices along each axis of the mesh.
+      local_devices: devices of a node where `balance.ranks_per_node` is `auto`; None: not known, so
+        factors keep their order.
+
+    Raises:
+      ConfigError: as for `mesh_spans`.
+    """
+    spans = mesh_spans(config)
+    configured = config.balance.ranks_per_node
+    node_devices = local_devices if configured == "auto" else configured
+    node_ranks = _node_ranks(node_devices, sizes)
+    if node_ranks is None or config.balance.spans_cross_nodes:
+        return spans
+    inside: list[int] = []
+    outside: list[int] = []
+    for shorter, longer in pairwise(spans):
+        factor = longer // shorter
+        fits = node_ranks % (math.prod(inside) * factor) == 0
+        (inside if fits else outside).append(factor)
+    return tuple(accumulate((*inside, *outside), mul, initial=1))
+
+
+def _node_ranks(devices: int | None, sizes: Mapping[str, int]) -> int | None:
+    """Data ranks on the devices of a node; None: not known, or a rank's devices are on several
+    nodes."""
+    rank_devices = sizes["context"] * sizes["tensor"]
+    if devices is None or rank_devices < 1 or devices % rank_devices:
+        return None
+    return devices // rank_devices
 
 
 def spans_of_phases(config: Config, model: MLLM) -> Spans:

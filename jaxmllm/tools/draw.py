@@ -35,7 +35,7 @@ from jaxmllm.data.sources.requests import Requests
 from jaxmllm.runtime.checkpoint_files import CheckpointError
 from jaxmllm.runtime.distributed import LaunchError, start_jax
 from jaxmllm.setup.sampling import Drawn, check_guidance, drawing_config, plan_drawing
-from jaxmllm.setup.spans import mesh_spans
+from jaxmllm.setup.spans import node_spans
 from jaxmllm.tools.arguments import command_parser, positive_int, seed_int
 from jaxmllm.training.run import USER_ERRORS
 from jaxmllm.training.run_folder import check_writable
@@ -142,7 +142,7 @@ def draw(config: Config, requests: Requests, steps: int, guidance: float, writer
     """
     if jax.process_count() > 1:
         raise ConfigError("jaxmllm draw runs in one process; start it without a launcher")
-    mesh = make_mesh(config.mesh_sizes, spans=mesh_spans(config))
+    mesh = make_mesh(config.mesh_sizes, spans=node_spans(config, config.mesh_sizes))
     # Guidance 1 uses predictions with conditions alone, so rows need no items without conditions.
     drawing = plan_drawing(config, requests, mesh, guided=guidance != 1)
     params, _ = saved_parameters(Path(config.run.directory), drawing.programs.params)

@@ -43,7 +43,7 @@ from jaxmllm.phases import LANGUAGE
 from jaxmllm.setup.build import phased_programs
 from jaxmllm.setup.exchange_layout import exchange_backend, exchange_grids, nodes_of_ranks
 from jaxmllm.setup.sizing import sizing_inputs
-from jaxmllm.setup.spans import mesh_spans, spans_of_phases
+from jaxmllm.setup.spans import node_spans, spans_of_phases
 from jaxmllm.tools.prepared_clips import ARGUMENTS as OF_CLIPS
 from jaxmllm.tools.prepared_clips import read_clips
 from jaxmllm.tools.prepared_media import Places, Prepared, Spans, items_in, positions_of
@@ -207,7 +207,7 @@ class PreparedRun:
         assert vocabulary != "auto"
         folder = ModelFolder.open(source)
         placeholders = _placeholders(folder.config, config.model.encoders)
-        mesh = make_mesh(config.mesh_sizes, devices, spans=mesh_spans(config))
+        mesh = make_mesh(config.mesh_sizes, devices, spans=node_spans(config, config.mesh_sizes))
         model = build_model(config.model, vocabulary, config.components, mesh)
         spans = spans_of_phases(config, model)
         readers = modalities(config.model, config.data)

@@ -7,21 +7,23 @@ import pytest
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.schema import ConfigError
 from jaxmllm.models.compose import build_model
-from jaxmllm.setup.spans import left_alone, mesh_spans, spans_of_phases
+from jaxmllm.setup.spans import left_alone, mesh_spans, node_spans, spans_of_phases
 from sharding.mesh import abstract_mesh
 from tests.support import ENCODER_LAYOUT, tiny_config
 
 
-def on_mesh(tmp_path, mesh=None, devices=8, **changes):
-    """The config and the model on a mesh."""
+def on_mesh(tmp_path, mesh=None, devices=8, by_node=False, **changes):
+    """The config and the model on a mesh, whose axes are cut by twos first or inside nodes first."""
     tree = tiny_config(tmp_path, **changes)
     tree["mesh"] = mesh or {"data": 4, "fsdp": 2}
     config = parse_config(tree)
+    sizes = config.mesh_sizes
+    spans_of_mesh = node_spans(config, sizes) if by_node else mesh_spans(config)
     model = build_model(
         config.model,
         320,
         config.components,
-        abstract_mesh(config.mesh_sizes, devices, spans=mesh_spans(config)),
+        abstract_mesh(sizes, devices, spans=spans_of_mesh),
     )
     return config, model
 
@@ -62,6 +64,62 @@ def test_auto_takes_what_ranks_and_nodes_allow(tmp_path):
     configured = spans(tmp_path, {"data": 16}, 16, **AUTO | {"phases__vision__spans": [1, 16]})
     assert configured == {"vision": (1, 16), "audio": (1, 2, 4, 8), "language": (1, 2, 4, 8)}
     assert set(spans(tmp_path, {"data": 1}, 1, **AUTO).values()) == {(1,)}
+
+
+@pytest.mark.parametrize(
+    "ranks_per_node, ranks, expected",
+    [
+        (3, 24, (1, 3)),
+        (4, 24, (1, 2, 4)),
+        (5, 20, (1, 5)),
+        (6, 6, (1, 2, 6)),
+        (6, 24, (1, 2, 6)),
+        (6, 768, (1, 2, 6)),
+        (8, 64, (1, 2, 4, 8)),
+        (12, 48, (1, 2, 4, 12)),
+        (72, 576, (1, 2, 4, 8)),
+    ],
+)
+def test_axes_are_cut_inside_nodes_first(tmp_path, ranks_per_node, ranks, expected):
+    changes = AUTO | {"balance__ranks_per_node": ranks_per_node}
+    config, model = on_mesh(tmp_path, {"data": ranks}, ranks, by_node=True, **changes)
+    assert set(spans_of_phases(config, model).values()) == {expected}
+
+
+def test_nodes_of_several_devices_per_rank(tmp_path):
+    """Nodes of 12 devices are 6 ranks of two devices, or 12 of an encoder that counts both."""
+    config, model = on_mesh(
+        tmp_path,
+        {"data": 12, "tensor": 2},
+        24,
+        by_node=True,
+        **AUTO,
+        balance__ranks_per_node=12,
+        components__vision__layout=ENCODER_LAYOUT,
+    )
+    assert spans_of_phases(config, model) == {
+        "vision": (1, 2, 4, 12),
+        "audio": (1, 2, 6),
+        "language": (1, 2, 6),
+    }
+
+
+def test_axes_are_cut_by_twos_where_nodes_do_not_count(tmp_path):
+    def cut(local_devices=None, **changes):
+        config = parse_config(tiny_config(tmp_path, **AUTO | changes))
+        return node_spans(config, config.mesh_sizes, local_devices), mesh_spans(config)
+
+    by_node, by_twos = cut(local_devices=6)
+    assert by_node == (1, 2, 6, 12, 24, 120, 840) and by_twos == (1, 2, 4, 8, 24, 120, 840)
+    for changes in (
+        {},
+        {"local_devices": 8},
+        {"local_devices": 6, "balance__spans_cross_nodes": True},
+        {"local_devices": 6, "mesh": {"data": 3, "tensor": 4}},
+        {"local_devices": 6, "mesh": {"data": 3, "tensor": -1}},
+    ):
+        by_node, by_twos = cut(**changes)
+        assert by_node == by_twos
 
 
 def test_ranks_on_nodes_of_their_own_are_named(tmp_path):

@@ -60,6 +60,7 @@ CASES = {  # mesh, spans, further changes
     "span8": ({"fsdp": 8, "data": 1}, [8], {}),
     "span3": ({"data": 3}, [1, 3], {}),
     "span6": ({"data": 6}, [1, 2, 6], {}),
+    "span3-span6": ({"data": 6}, [1, 3, 6], {}),
     "span5": ({"data": 5}, [1, 5], {}),
     "span7": ({"data": 7}, [1, 7], {}),
     "data8": ({"data": 8}, [1, 8], {}),

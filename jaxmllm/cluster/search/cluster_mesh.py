@@ -11,7 +11,7 @@ from jaxmllm.balance.costs.gather import flops_per_byte
 from jaxmllm.cluster.clusters import CLUSTERS, Cluster
 from jaxmllm.cluster.device_seconds import Device
 from jaxmllm.config.schema import Config
-from jaxmllm.setup.spans import mesh_spans
+from jaxmllm.setup.spans import node_spans
 from sharding.mesh import abstract_mesh
 
 
@@ -21,7 +21,7 @@ def cluster_mesh(config: Config, sizes: Mapping[str, int], cluster: Cluster) -> 
     kind = AbstractDevice(
         device_kind=cluster.device_kind, num_cores=None, platform=platform(cluster)
     )
-    return abstract_mesh(sizes, devices, mesh_spans(config), kind)
+    return abstract_mesh(sizes, devices, node_spans(config, sizes), kind)
 
 
 def platform(cluster: Cluster) -> str:
