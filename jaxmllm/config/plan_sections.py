@@ -36,7 +36,8 @@ class PhaseConfig(Section):
     # auto: those of 1 to 8, 10 and 12 that are products of the mesh's innermost axes and whose
     # groups stay on a node; with balance.spans_cross_nodes on any nodes, and also 16, 32 and 64
     spans: tuple[PositiveInt, ...] | Auto = "auto"
-    # Most row classes; auto: 3, or up to 6 as long as each saves half a percent of a step
+    # Most row classes; auto: 3, or up to 6 as long as each saves half a percent of a step (with
+    # stages three percent, if a fifth of the phase's slots would be empty with 3)
     row_classes: Annotated[int, Field(ge=1, le=MOST_ROW_CLASSES)] | Auto = "auto"
     max_capacity: Slots | Auto = "auto"  # auto: an estimate of what memory allows
     max_segments: Slots | Auto = "auto"  # most items in a row

@@ -35,6 +35,11 @@ class Choice:
     next_divisor: float = 1.5
     class_worth: float = 0.99
     class_fill: float = 0.965
+    # `row_classes: auto` adds classes to the usual number where these leave over a fifth of the
+    # phase's slots empty, and each of them must gain three hundredths. Where more slots were full,
+    # what they gained on the samples was lost on other batches.
+    full: float = 0.8
+    added_class_worth: float = 0.97
     # Among capacities of media whose times differ by no more than this factor, which is chance, the
     # fullest are taken.
     chance: float = 1.001

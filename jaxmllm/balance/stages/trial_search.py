@@ -13,6 +13,7 @@ import math
 from jaxmllm.arrays import ceil_divide
 from jaxmllm.balance.stages.trial_choice import CHOICE
 from jaxmllm.balance.stages.trials import Cut, Sampled, Trials
+from jaxmllm.config.schema import MOST_ROW_CLASSES
 from jaxmllm.phases import LANGUAGE
 from sharding.pipeline.ring import PipelineError
 
@@ -74,6 +75,7 @@ def _choose_rows_and_cut(tried: Trials, similar: _Best | None = None) -> _Best:
         before = best.cost
         for name in to_choose:
             best.choose_capacity(name)
+            best.add_classes(name)
         best.choose_cut()
         if best.cost == before:
             break
@@ -124,11 +126,8 @@ class _Best:
             further = len(self.capacities[name]) == classes
             worth = CHOICE.class_worth if further else CHOICE.capacity_worth
             before = self.capacities[name][:classes]
-            # Next to smaller rows, the largest ones need only hold the longest item. Once a class
-            # is taken, its compile time is paid: other sizes of it need not gain as much.
-            for capacities in self.trials.further(name, before, self.trials.least(name)):
-                if self._try(self.capacities | {name: capacities}, self.cut, worth):
-                    worth = CHOICE.capacity_worth
+            # Next to smaller rows, the largest ones need only hold the longest item.
+            self._try_class(name, before, self.trials.least(name), worth)
             if len(self.capacities[name]) > classes:
                 continue
             one_more = self.trials.further(name, before, before[0])
@@ -136,6 +135,28 @@ class _Best:
                 break
         if name != LANGUAGE:  # language rows decide which examples run together
             self._take_fullest(name, self._candidates_for_smallest(name), 1.0, CHOICE.chance)
+
+    def add_classes(self, name: str) -> None:
+        """Where `row_classes` is `auto` and many slots of a phase are empty, as in batches whose
+        longest example is a large part of them, add classes to the usual number as long as each
+        gains enough."""
+        inputs = self.trials.inputs[name]
+        if inputs.config.row_classes != "auto":
+            return
+        if self.trials.fill(name, self.capacities) >= CHOICE.full:
+            return
+        while inputs.row_classes <= len(self.capacities[name]) < MOST_ROW_CLASSES:
+            before = self.capacities[name]
+            self._try_class(name, before, before[0], CHOICE.added_class_worth)
+            if self.capacities[name] == before:
+                return
+
+    def _try_class(self, name: str, before: tuple[int, ...], largest: int, worth: float) -> None:
+        """Try capacities with one more class than `before`, whose first becomes `largest`. Once a
+        class is taken, its compile time is paid: other sizes of it need not gain as much."""
+        for capacities in self.trials.further(name, before, largest):
+            if self._try(self.capacities | {name: capacities}, self.cut, worth):
+                worth = CHOICE.capacity_worth
 
     def _candidates_for_smallest(self, name: str) -> list[tuple[int, ...]]:
         """Candidate capacities that differ from the present ones only in the smallest."""

@@ -257,6 +257,10 @@ class Trials:
             for share in sorted(shares - {largest, *capacities[1:]})
         ]
 
+    def fill(self, name: str, capacities: Capacities) -> float:
+        """Share of the slots of a phase that its items take, in all samples."""
+        return self.load(name) * len(self.samples) / max(self.slots(name, capacities), 1)
+
     def load(self, name: str) -> int:
         """Mean slots of a phase on a replica, over the samples."""
         loads = [int(batch.phases[name].length.sum()) for batch in self.samples]

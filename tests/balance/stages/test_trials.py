@@ -15,14 +15,23 @@ from jaxmllm.balance.records import BatchItems
 from jaxmllm.balance.stages.chain_costs import ChainLayers
 from jaxmllm.balance.stages.plan import graph_of, plan_pipeline, schedule_of
 from jaxmllm.balance.stages.sizes import choose_pipeline
+from jaxmllm.balance.stages.trial_choice import CHOICE
 from jaxmllm.balance.stages.trial_search import _Best
 from jaxmllm.balance.stages.trial_slots import Keeps, keeps_none
 from jaxmllm.balance.stages.trials import Cut, Trials
-from jaxmllm.config.schema import PhaseConfig, PipelineConfig
+from jaxmllm.config.schema import MOST_ROW_CLASSES, PhaseConfig, PipelineConfig
 from sharding.pipeline.graph import Pool
 from sharding.pipeline.ring import PipelineError
 from sharding.pipeline.schedules.schedule import lockstep
-from tests.balance.stages.test_plan import LONGEST, MODEL, TRAINED, random_batch, sizes, sizing
+from tests.balance.stages.test_plan import (
+    LONGEST,
+    MODEL,
+    TRAINED,
+    batch,
+    random_batch,
+    sizes,
+    sizing,
+)
 
 DEEP = MODEL.model_copy(
     update={
@@ -128,6 +137,53 @@ def test_where_the_longest_example_is_far_longer_than_a_replica_holds_rows_are_s
     assert smaller <= 3 * LONGEST["language"]
     batches = [random_batch(100 + seed) for seed in range(3)]
     assert np.mean([fill(made, batch)["language"] for batch in batches]) > 0.8
+
+
+def test_where_rows_of_three_classes_are_a_fifth_empty_auto_adds_classes():
+    """A batch of two texts of one length is one row, of the class that holds it; batches come in
+    six lengths. The many texts of a larger batch fill rows of any class."""
+    lengths = (220, 330, 500, 740, 1010, 1510)
+    config = PipelineConfig(stages=2, layout="chain")
+
+    def texts(number: int, examples: int) -> BatchItems:
+        return batch([(lengths[number % len(lengths)], [])] * examples)
+
+    def chosen_with(row_classes, examples: int):
+        inputs = [
+            replace(phase_inputs, longest=longest, config=PhaseConfig(row_classes=row_classes))
+            for phase_inputs, longest in zip(sizing(1), (0, 8192), strict=True)
+        ]
+        samples = [texts(number, examples) for number in range(6)]
+        return choose_pipeline(samples, inputs, config, MODEL, TRAINED, examples)
+
+    def classes(made) -> int:
+        return len(made.spec.phases["language"].classes)
+
+    usual = chosen_with(3, 2)
+    automatic = chosen_with("auto", 2)
+    assert classes(usual) == 3 < classes(automatic) <= MOST_ROW_CLASSES
+    batches = [texts(number, 2) for number in range(6)]
+    assert cost(automatic, batches) < CHOICE.added_class_worth * cost(usual, batches)
+    assert classes(chosen_with("auto", 24)) <= 3
+
+
+def test_added_classes_are_no_more_than_a_phase_may_have():
+    """Each class shortens steps by a tenth, and rows stay half empty, in both rounds."""
+
+    def predicted(capacities, cut, bound=math.inf):
+        total = 1000 * 0.9 ** len(capacities["language"])
+        return total if total < bound else None
+
+    tried = SimpleNamespace(
+        inputs={"language": SimpleNamespace(row_classes=3, config=PhaseConfig())},
+        fill=lambda name, capacities: 0.5,
+        further=lambda name, before, largest: [(*before, before[-1] - 1)],
+        predicted=predicted,
+    )
+    best = _Best(tried, {"language": (9, 8, 7)}, Cut("segments"))
+    for _ in range(2):
+        best.add_classes("language")
+        assert best.capacities == {"language": (9, 8, 7, 6, 5, 4)}
 
 
 def test_of_capacities_that_take_as_long_media_have_the_fullest():
