@@ -23,6 +23,12 @@ def traced_for(mesh: jax.sharding.Mesh) -> AbstractContextManager[None]:
     return context
 
 
+def traced_platform() -> str | None:
+    """The platform of `traced_for`: `cpu` or `tpu`; None where it is not known, as on GPUs."""
+    platform: str | None = _platform.value
+    return platform
+
+
 def by_platform(*operands: Any, default: Callable[..., Any], **own: Callable[..., Any]) -> Any:
     """The result of the platform's own function or, where it has none, of `default`.
 

@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental.layout import Layout as ArrayLayout
 from jax.experimental.layout import with_layout_constraint
 
-from sharding.by_platform import by_platform
+from sharding.by_platform import by_platform, traced_platform
 from sharding.gradient import LayerGradient, Params
 from sharding.parameters import Parameter, differentiated
 from sharding.rules import Layout
@@ -141,6 +141,7 @@ class _LoopPasses:
     ):
         self._trained = trained
         self._read = read
+        self._layout = layout
         self._in_memory_order = partial(_in_memory_order, layout)
 
         def parted_layer(params: Params, inputs: tuple[Tree, Any], rows: Any) -> tuple[Tree, Tree]:
@@ -216,9 +217,17 @@ class _LoopPasses:
 
     def _add_gradient(self, total: jax.Array, number: jax.Array, gradient: Any) -> jax.Array:
         """The sums of all layers, with the gradient of layer `number` added."""
+        if self._is_added_by_rows(differentiated(gradient)):
+            return _add_rows(total, number, differentiated(gradient).astype(total.dtype))
         layer_total = jax.lax.dynamic_index_in_dim(total, number, keepdims=False)
         layer_total += self._in_memory_order(differentiated(gradient).astype(total.dtype))
         return jax.lax.dynamic_update_index_in_dim(total, layer_total, number, 0)
+
+    def _is_added_by_rows(self, gradient: jax.Array) -> bool:
+        """Whether `_add_rows` adds the gradient: on CPUs, if it has rows, and XLA does not split
+        it."""
+        known_cpu = traced_platform() == "cpu"
+        return known_cpu and gradient.ndim > 1 and not self._layout.is_partitioned
 
     def _all_residuals(self, kept: Sequence[jax.Array], asked: Sequence[Any]) -> list[jax.Array]:
         """All residuals of a layer: those kept for it, and those that are leaves of `asked`."""
@@ -227,6 +236,21 @@ class _LoopPasses:
         return [
             next(layer_residuals) if leaf is None else leaves[leaf] for leaf in self._asked_leaf_of
         ]
+
+
+def _add_rows(total: jax.Array, number: jax.Array, gradient: jax.Array) -> jax.Array:
+    """An array [L, I, ...], with a gradient [I, ...] added to part `number` row by row.
+
+    A scatter adds in place, on all cores of a CPU. To update a slice, XLA's CPU backend first
+    copies what the slice held, and then adds on one core.
+    """
+    row_count = len(gradient)
+    rows = total.reshape(-1, *gradient.shape[1:])
+    row_numbers = number * row_count + jnp.arange(row_count)
+    added = rows.at[row_numbers].add(
+        gradient, indices_are_sorted=True, unique_indices=True, mode="promise_in_bounds"
+    )
+    return added.reshape(total.shape)
 
 
 def _in_memory_order(layout: Layout, of_layer: Tree) -> Tree:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sharding import layer_loop
+from sharding.by_platform import traced_for
 from sharding.layer_loop import Summed
 from sharding.mesh import make_mesh
 from sharding.parameters import Deferred
@@ -207,6 +208,40 @@ def test_sums_take_no_room_of_their_own():
     afterwards = lambda w, total, x: total + jax.grad(objective)(w, x)  # noqa: E731
     assert temporary_bytes(in_place) < weights.nbytes / 4
     assert temporary_bytes(afterwards) >= weights.nbytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((LAYERS, WIDTH, 5), jnp.float32),
+        ((LAYERS, 4, 2, 5), jnp.bfloat16),
+        ((LAYERS, 5), jnp.float32),
+    ],
+    ids=["matrices", "heads in bfloat16", "vectors"],
+)
+def test_rows_of_gradients_are_added_to_sums_on_cpus(shape, dtype):
+    """They have the bits that slices of all layers get. A vector of each layer has no rows."""
+    mesh = make_mesh({"data": 1, "fsdp": 1, "context": 1, "tensor": 1}, jax.devices()[:1])
+    weights = jax.random.normal(jax.random.key(1), shape, dtype)
+    total = jax.random.normal(jax.random.key(2), (1, *shape))
+
+    def layer(weights, x, own, of_all):
+        return x + jnp.sin(weights).sum() * x, None
+
+    @jax.jit
+    def added(weights, total, x):
+        objective = lambda summed: run_layers(layer, summed, x, None, None)[0].sum()  # noqa: E731
+        return jax.grad(objective)(Summed(weights, total)).total
+
+    arguments = weights, total, jnp.ones(WIDTH)
+    by_slices = added.lower(*arguments)
+    with traced_for(mesh):
+        by_rows = added.lower(*arguments)
+    assert "stablehlo.scatter" not in by_slices.as_text()
+    assert ("stablehlo.scatter" in by_rows.as_text()) == (len(shape) > 2)
+    np.testing.assert_array_equal(
+        by_rows.compile()(*arguments), by_slices.compile()(*arguments), strict=True
+    )
 
 
 def test_what_all_layers_read_is_not_kept_for_each():
