@@ -227,17 +227,17 @@ class Config(Section):
                     "cross-entropy of text; leave it out, or give it model.diffusion"
                 )
             return
-        encoders = self.model.encoders
-        adapted = self.model.adapters.by_component
-        text_path = (*encoders, "language")
-        projectors = [f"{PROJECTOR}{name}" for name in encoders]
-        adapters = [f"{ADAPTER}{name}" for name in text_path if name in adapted]
-        before_the_loss = (*text_path, *projectors, *adapters)
-        upstream = map(self.components.of, before_the_loss)
-        if self.objective.language.weight and all(component.freeze for component in upstream):
+        if self.trains_language:
+            return
+        if self.objective.language.weight:
             raise ValueError(
                 f"objective.language.weight ({self.objective.language.weight:g}): the decoder and all that it reads "
                 "are frozen, so that the loss of text trains nothing; set it to 0"
+            )
+        if self.objective.experts != ExpertsObjectiveConfig():
+            raise ValueError(
+                "objective.experts: the decoder and all that it reads are frozen, so that what its routers add trains "
+                "nothing; leave it out"
             )
 
     def _check_latents(self) -> None:
@@ -416,6 +416,17 @@ class Config(Section):
                 f"{what}: with pipeline.stages ({self.pipeline.stages}), pipeline.kept_residuals "
                 "says what is kept; set that instead"
             )
+
+    @property
+    def trains_language(self) -> bool:
+        """Whether the backward pass of the decoder has something to compute: anything of it, or of
+        what it reads, is trained."""
+        phases = (*self.model.encoders, "language")
+        projectors = [f"{PROJECTOR}{name}" for name in self.model.encoders]
+        adapters = [f"{ADAPTER}{name}" for name in self.model.adapters.by_component]
+        of_phases = [name for name in adapters if name.removeprefix(ADAPTER) in phases]
+        names = (*phases, *projectors, *of_phases)
+        return not all(self.components.of(name).freeze for name in names)
 
     @property
     def may_share_rows(self) -> bool:

@@ -466,6 +466,17 @@ def test_a_frozen_decoder_that_nothing_trains_through_has_no_loss(path):
     load_config(path, [DRAWS, *frozen, "objective.language.weight=0.0"])
 
 
+def test_routers_of_a_decoder_that_nothing_trains_through_have_no_loss(path):
+    frozen = [
+        f"components.{name}.freeze=true" for name in ("language", "vision", "projector.vision")
+    ]
+    overrides = [DRAWS, MIXTURE, "objective.language.weight=0.0", *frozen]
+    router_loss = "objective.experts.balance=0.1"
+    assert "what its routers add trains nothing" in refusal(path, *overrides, router_loss)
+    load_config(path, overrides)
+    load_config(path, [*overrides[:-1], router_loss])
+
+
 def test_with_stages_media_run_where_their_texts_are_read(path):
     for key, value in (("mode", "tokens"), ("pool_slots", "64"), ("exchange", "ragged")):
         override = f"balance.{key}={value}"
