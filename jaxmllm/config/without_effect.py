@@ -105,6 +105,9 @@ def _ineffective_where_frozen(config: Config) -> Iterator[tuple[str, str, tuple[
             keeps = name in model.encoders and getattr(config.phases, name).kept_residuals != 0
             if keeps and name not in trained_adapters:
                 yield f"components.{name} is frozen", f"phases.{name}", ("kept_residuals",)
+    if model.generators and not config.trains_language and config.phases.language.kept_residuals:
+        reason = "the decoder and all that it reads are frozen"
+        yield reason, "phases.language", ("kept_residuals",)
     for name in (name for name in adapted if name not in trained_adapters):
         path = f"components.adapter.{name}"
         yield f"{path} is frozen", path, ("learning_rate_scale",)

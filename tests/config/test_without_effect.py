@@ -5,6 +5,7 @@ import pytest
 from jaxmllm.config.read import parse_config
 from jaxmllm.config.without_effect import keys_without_effect
 from tests.support import tiny_config
+from tests.training.drawing import drawing_config
 
 LAYOUT = {"batch": ["data", "fsdp", "tensor"], "heads": [], "mlp": []}
 
@@ -141,3 +142,18 @@ def test_none_where_the_other_key_asks_for_them(tmp_path):
     frozen_with_step = {"components__audio__freeze": True, "components__audio__reduce": "step"}
     assert not keys(tmp_path, **adapted, **frozen_with_step, phases__audio__kept_residuals=2)
     assert not keys(tmp_path, pipeline__stages=2, pipeline__schedule="search", pipeline__rollouts=8)
+
+
+def test_a_decoder_that_nothing_trains_through_keeps_no_residuals(tmp_path):
+    frozen = {f"components__{name}__freeze": True for name in ("language", "vision")}
+    frozen |= {"components__projector__vision__freeze": True, "objective__language__weight": 0.0}
+
+    def of_generator(residuals, **changes):
+        keeps = {"phases__language__kept_residuals": residuals}
+        return keys_without_effect(parse_config(drawing_config(tmp_path, **keeps, **changes)))
+
+    reason = "the decoder and all that it reads are frozen"
+    assert of_generator(2, **frozen)[reason] == ["phases.language.kept_residuals"]
+    assert reason not in of_generator(0, **frozen)
+    trained_projector = frozen | {"components__projector__vision__freeze": False}
+    assert reason not in of_generator(2, **trained_projector)
