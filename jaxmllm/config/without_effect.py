@@ -50,6 +50,9 @@ def _ineffective_keys(config: Config) -> Iterator[tuple[str, str, tuple[str, ...
     else:
         yield from _ineffective_in_stages(config)
     yield from _ineffective_where_frozen(config)
+    if not config.objective.learns_text:
+        reason = "objective.language.weight is 0, so that text has no logits"
+        yield reason, "model.language", ("loss_chunk",)
     vision = config.model.vision
     # The same rule as in `alignment` (setup/row_shapes.py)
     if vision is not None and vision.window is not None and config.phases.vision.block % 64 == 0:

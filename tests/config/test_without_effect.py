@@ -157,3 +157,13 @@ def test_a_decoder_that_nothing_trains_through_keeps_no_residuals(tmp_path):
     assert reason not in of_generator(0, **frozen)
     trained_projector = frozen | {"components__projector__vision__freeze": False}
     assert reason not in of_generator(2, **trained_projector)
+
+
+def test_text_without_a_loss_has_no_logits(tmp_path):
+    def by_reason(weight):
+        changes = {"objective__language__weight": weight, "model__language__loss_chunk": 16}
+        return keys_without_effect(parse_config(drawing_config(tmp_path, **changes)))
+
+    reason = "objective.language.weight is 0, so that text has no logits"
+    assert by_reason(0.0)[reason] == ["model.language.loss_chunk"]
+    assert reason not in by_reason(0.5)
