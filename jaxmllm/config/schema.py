@@ -423,10 +423,10 @@ class Config(Section):
         what it reads, is trained."""
         phases = (*self.model.encoders, "language")
         projectors = [f"{PROJECTOR}{name}" for name in self.model.encoders]
-        adapters = [f"{ADAPTER}{name}" for name in self.model.adapters.by_component]
-        of_phases = [name for name in adapters if name.removeprefix(ADAPTER) in phases]
-        names = (*phases, *projectors, *of_phases)
-        return not all(self.components.of(name).freeze for name in names)
+        adapted = self.model.adapters.by_component
+        adapters = [f"{ADAPTER}{name}" for name in phases if name in adapted]
+        components = map(self.components.of, (*phases, *projectors, *adapters))
+        return not all(component.freeze for component in components)
 
     @property
     def may_share_rows(self) -> bool:
