@@ -210,8 +210,14 @@ def best_rows(rows: Sequence[RunRows], pipeline: PipelineSpec) -> RunRows:
     """The one of several possible rows of some examples whose step should take the least time."""
     if len(rows) == 1:
         return rows[0]
-    costs = [predicted_cost(graph_of(run_rows, pipeline), pipeline) for run_rows in rows]
-    return rows[costs.index(min(costs))]
+    best = rows[0]
+    least_cost = math.inf
+    for run_rows in rows:
+        cost = predicted_cost(graph_of(run_rows, pipeline), pipeline, least_cost)
+        if cost < least_cost:
+            best = run_rows
+            least_cost = cost
+    return best
 
 
 def predicted_cost(graph: Graph, pipeline: PipelineSpec, bound: float = math.inf) -> float:
