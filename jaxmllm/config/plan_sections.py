@@ -37,7 +37,8 @@ class PhaseConfig(Section):
     # groups stay on a node; with balance.spans_cross_nodes on any nodes, and also 16, 32 and 64
     spans: tuple[PositiveInt, ...] | Auto = "auto"
     # Most row classes; auto: 3, or up to 6 as long as each saves half a percent of a step (with
-    # stages three percent, if a fifth of the phase's slots would be empty with 3)
+    # stages three percent, or one in batches of few examples, if a fifth of the phase's slots would
+    # be empty with 3)
     row_classes: Annotated[int, Field(ge=1, le=MOST_ROW_CLASSES)] | Auto = "auto"
     max_capacity: Slots | Auto = "auto"  # auto: an estimate of what memory allows
     max_segments: Slots | Auto = "auto"  # most items in a row

@@ -36,8 +36,9 @@ class Choice:
     class_worth: float = 0.99
     class_fill: float = 0.965
     # `row_classes: auto` adds classes to the usual number where these leave over a fifth of the
-    # phase's slots empty, and each of them must gain three hundredths. Where more slots were full,
-    # what they gained on the samples was lost on other batches.
+    # phase's slots empty, and each of them must gain three hundredths: more than what a class can
+    # gain on the usual number of samples and lose on other batches. On more samples a hundredth
+    # (`class_worth`) is enough.
     full: float = 0.8
     added_class_worth: float = 0.97
     # Among capacities of media whose times differ by no more than this factor, which is chance, the
@@ -51,9 +52,12 @@ class Choice:
     rounds: int = 2  # of choosing every capacity and then the stages
 
     # Fewest and most samples that candidates are tried on, and most examples of all samples
-    # together; replicas are left out until that many examples allow the fewest samples.
+    # together; replicas are left out until that many examples allow the fewest samples. Batches of
+    # few examples are unlike each other: there are as many samples as `few_examples` examples fill,
+    # if that is more.
     samples: tuple[int, int] = (3, 6)
     examples: int = 3072
+    few_examples: int = 192
 
 
 CHOICE: Final = Choice()

@@ -75,7 +75,7 @@ def _choose_rows_and_cut(tried: Trials, similar: _Best | None = None) -> _Best:
         before = best.cost
         for name in to_choose:
             best.choose_capacity(name)
-            best.add_classes(name)
+            best.add_classes(name, tried.added_class_worth)
         best.choose_cut()
         if best.cost == before:
             break
@@ -136,10 +136,10 @@ class _Best:
         if name != LANGUAGE:  # language rows decide which examples run together
             self._take_fullest(name, self._candidates_for_smallest(name), 1.0, CHOICE.chance)
 
-    def add_classes(self, name: str) -> None:
+    def add_classes(self, name: str, worth: float = CHOICE.added_class_worth) -> None:
         """Where `row_classes` is `auto` and many slots of a phase are empty, as in batches whose
         longest example is a large part of them, add classes to the usual number as long as each
-        gains enough."""
+        costs less than `worth` times what is best without it."""
         inputs = self.trials.inputs[name]
         if inputs.config.row_classes != "auto":
             return
@@ -147,7 +147,7 @@ class _Best:
             return
         while inputs.row_classes <= len(self.capacities[name]) < MOST_ROW_CLASSES:
             before = self.capacities[name]
-            self._try_class(name, before, before[0], CHOICE.added_class_worth)
+            self._try_class(name, before, before[0], worth)
             if self.capacities[name] == before:
                 return
 

@@ -134,14 +134,21 @@ class Trials:
         # Ranks that share rows stay together, so replicas are a multiple of the largest span.
         most_span = max(self.spans_to_try)
         replicas = max(1, replicas // most_span) * most_span
-        # Fewer replicas leave room for more samples.
-        sample_count = min(
-            most_samples, max(fewest_samples, CHOICE.examples // (per_replica * replicas))
-        )
-        inputs = [replace(phase_inputs, ranks=replicas) for phase_inputs in self.inputs.values()]
         examples = per_replica * replicas
+        # Fewer replicas leave room for more samples.
+        sample_count = min(most_samples, max(fewest_samples, CHOICE.examples // examples))
+        sample_count = max(sample_count, CHOICE.few_examples // examples)
+        inputs = [replace(phase_inputs, ranks=replicas) for phase_inputs in self.inputs.values()]
         samples = [_first_examples(batch, examples) for batch in self.samples[:sample_count]]
         return Trials(samples, inputs, self.config, self.layers, examples, keeps=self.keeps)
+
+    @property
+    def added_class_worth(self) -> float:
+        """Share of the best cost below which a class beyond the usual number is taken."""
+        _, most_samples = CHOICE.samples
+        if len(self.samples) > most_samples:
+            return CHOICE.class_worth
+        return CHOICE.added_class_worth
 
     # ------------------------------------------------------------------------ spans
 

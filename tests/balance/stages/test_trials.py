@@ -167,6 +167,22 @@ def test_where_rows_of_three_classes_are_a_fifth_empty_auto_adds_classes():
     assert classes(chosen_with("auto", 24)) <= 3
 
 
+def test_batches_of_few_examples_are_tried_on_more_samples():
+    """The first six batches of two texts are short, and one of three later ones is long. Long texts
+    fill their rows, although the longest text of the data is eight times as long."""
+    short, long = 220, 1010
+    texts = [short] * 6 + [short, short, long] * 6
+    inputs = [
+        replace(phase_inputs, longest=longest, config=PhaseConfig())
+        for phase_inputs, longest in zip(sizing(1), (0, 8 * long), strict=True)
+    ]
+    config = PipelineConfig(stages=2, layout="chain")
+    samples = [batch([(length, [])] * 2) for length in texts]
+    made = choose_pipeline(samples, inputs, config, MODEL, TRAINED, 2)
+    plan = plan_pipeline(batch([(long, [])] * 2), made.spec, made.training)
+    assert plan.statistics["language/real_token_fraction"] > 0.5
+
+
 def test_added_classes_are_no_more_than_a_phase_may_have():
     """Each class shortens steps by a tenth, and rows stay half empty, in both rounds."""
 
