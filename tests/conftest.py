@@ -9,15 +9,18 @@ from hypothesis import settings
 
 FLAG = "--xla_force_host_platform_device_count"
 QUICK = "--xla_backend_optimization_level=0"  # the tests compile far more than they compute
+# In jax 0.10, XLA sets up MLIR for every fusion, which takes half the time of compiling a program;
+# jax 0.12 takes less, and ignores this
+PLAIN = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 # Eight devices share few cores. On a busy machine, one of them may come to a collective more than
 # 40 s late, after which XLA would end the process.
 PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
 kept = [
     flag
     for flag in os.environ.get("XLA_FLAGS", "").split()
-    if not flag.startswith(f"{FLAG}=") and flag not in (QUICK, PATIENT)
+    if not flag.startswith(f"{FLAG}=") and flag not in (QUICK, PLAIN, PATIENT)
 ]
-os.environ["XLA_FLAGS"] = " ".join([*kept, QUICK, PATIENT, f"{FLAG}=8"])
+os.environ["XLA_FLAGS"] = " ".join([*kept, QUICK, PLAIN, PATIENT, f"{FLAG}=8"])
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax  # noqa: E402
@@ -29,6 +32,9 @@ reserve_cpu_threads()
 # a later test must not read them (jaxmllm/runtime/compilation_cache.py). Processes
 # that tests start have a cache.
 jax.config.update("jax_enable_compilation_cache", False)
+
+# Traces allocate many objects that stay, in which Python would look for garbage again and again
+gc.set_threshold(20_000, 20, 20)
 
 # No deadline, since compilation makes first examples slow; derandomized, so that failures repeat
 settings.register_profile(
@@ -54,6 +60,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         share_items = items[start - 1 :: step]
         config.hook.pytest_deselected(items=[item for item in items if item not in share_items])
         items[:] = share_items
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what has been imported out of the search for garbage."""
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
