@@ -57,7 +57,7 @@ class Choice:
     # if that is more.
     samples: tuple[int, int] = (3, 6)
     examples: int = 3072
-    few_examples: int = 192
+    few_examples: int = 96
 
 
 CHOICE: Final = Choice()
