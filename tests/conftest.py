@@ -15,12 +15,13 @@ PLAIN = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 # Eight devices share few cores. On a busy machine, one of them may come to a collective more than
 # 40 s late, after which XLA would end the process.
 PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
+OWN_FLAGS = QUICK, PLAIN, PATIENT
 kept = [
     flag
     for flag in os.environ.get("XLA_FLAGS", "").split()
-    if not flag.startswith(f"{FLAG}=") and flag not in (QUICK, PLAIN, PATIENT)
+    if not flag.startswith(f"{FLAG}=") and flag not in OWN_FLAGS
 ]
-os.environ["XLA_FLAGS"] = " ".join([*kept, QUICK, PLAIN, PATIENT, f"{FLAG}=8"])
+os.environ["XLA_FLAGS"] = " ".join([*kept, *OWN_FLAGS, f"{FLAG}=8"])
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax  # noqa: E402
